@@ -106,7 +106,8 @@ def requirements(said: str) -> list[str]:
     cuda = min(int(version[1]), 13)
     (tested,) = re.findall(r'^ *"(torch==[^;]*);', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     torch = "torch>=2.6,<2.11" if cuda == 12 else tested  # from 2.11 on, pip finds one that is built for CUDA 13
-    return [f"cupy-cuda{cuda}x[ctk]>=14", f"nvidia-nccl-cu{cuda}", torch, f"jax[cuda{cuda}]"]
+    bindings = ["nccl4py>=0.6", f"cuda-bindings=={cuda}.*"]
+    return [f"cupy-cuda{cuda}x[ctk]>=14", f"nvidia-nccl-cu{cuda}", torch, f"jax[cuda{cuda}]", *bindings]
 
 
 def registered(folder: Path) -> None:

@@ -11,8 +11,8 @@ from types import ModuleType
 
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError, MissingExtraError
 
-# What an extra does not bring: CuPy is a distribution of another name for each CUDA.
-_BESIDES = {"cupy": " cupy-cuda12x"}
+# What an extra does not bring, since it is another distribution or version for each CUDA.
+_BESIDES = {"cupy": " cupy-cuda12x", "nccl4py": " 'cuda-bindings==13.*' nvidia-nccl-cu13"}
 
 
 def is_clone() -> bool:

@@ -91,9 +91,10 @@ if UNREACHED:
 PACKAGES = (UNREACHED - {"python"}) | (sys.stdlib_module_names if "python" in UNREACHED else set())
 nitpick_ignore_regex = [(r"py:.*", rf"({'|'.join(sorted(PACKAGES))})(\..*)?")] if PACKAGES else []
 
-# CuPy cannot be imported without CUDA, and Keras has one backend in a process: stand-ins do for the names.
-with mock(["cupy", "cupyx"]):
+# CuPy and nccl4py cannot be imported without CUDA, and Keras has one backend in a process: stand-ins do for the names.
+with mock(["cupy", "cupyx", "cuda", "nccl"]):
     importlib.import_module("gradscale_cupy")
+    importlib.import_module("gradscale_nccl")
 keras = sys.modules["keras"] = types.ModuleType("keras")
 vars(keras)["optimizers"] = types.SimpleNamespace(LossScaleOptimizer=object)
 vars(keras)["saving"] = types.SimpleNamespace(register_keras_serializable=lambda _: lambda cls: cls)
@@ -105,6 +106,7 @@ for backend in ("torch", "jax"):
 DOCUMENTED = (
     *("gradscale", "gradscale.errors", "gradscale.policies.rules", "gradscale.tools.simulation"),
     *("gradscale_numpy", "gradscale_numpy.mpi", "gradscale_torch", "gradscale_torch.plugins", "gradscale_cupy"),
+    "gradscale_nccl",
     *("gradscale_jax", "gradscale_torch.keras_optimizer", "gradscale_jax.keras_optimizer"),
 )
 

@@ -35,7 +35,7 @@ GROUP = "gradscale.backends"
 
 # The extra of each library whose adapter comes with gradscale.
 _EXTRAS = {"numpy": "numpy", "mpi4py": "mpi", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
-_EXTRAS |= dict.fromkeys(("cupy", "cupy_backends", "cupyx"), "cupy")
+_EXTRAS |= {"nccl": "nccl4py"} | dict.fromkeys(("cupy", "cupy_backends", "cupyx"), "cupy")
 
 A_GROUP = (
     "a communicator, such as MPI.COMM_WORLD, a torch ProcessGroup or DeviceMesh, an object with rank, size and "

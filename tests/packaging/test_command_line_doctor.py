@@ -163,7 +163,10 @@ def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--require", "numpi"), "doctor does not look at 'numpi'; it looks at numpy, mpi, torch, jax, cupy, fast"),
+        (
+            ("--require", "numpi"),
+            "doctor does not look at 'numpi'; it looks at numpy, mpi, torch, jax, cupy, nccl4py, fast",
+        ),
         (("--require", ","), "give names, such as numpy,mpi, got ','"),
         (("optax",), "doctor does not look at 'optax'; it looks at numpy, mpi, torch"),
     ],

@@ -1,4 +1,4 @@
-"""``gradscale doctor cupy``: without a device the reason and no misleading command; with one, what it is and has."""
+"""``gradscale doctor`` of CuPy and nccl4py: without a device the reason and what to do; with one, what it has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from axes import require
 from commands import python
-from host_nccl import installed
+from host_nccl import bindings_installed, installed
 
 from gradscale.tools.cli import probe
 
@@ -56,3 +56,24 @@ def test_with_devices_they_are_named_and_so_are_the_driver_the_runtime_and_nccl(
             "nccl": nccl,
             "versions": {"cupy": "14.2.0"},
         }
+
+
+def test_nccl4py_makes_a_communicator_and_names_nccls_version_and_its_own() -> None:
+    version = require("nccl4py").__version__
+    with bindings_installed():
+        assert probe.probe("nccl4py") == {
+            "did": "a communicator of one process",
+            "nccl": "2.32.3",
+            "versions": {"nccl4py": version},
+        }
+
+
+def test_without_nccl_nccl4py_says_so() -> None:
+    require("cli")
+    if require("nccl4py").get_version().libnccl is not None:
+        pytest.skip("gpu: there is an NCCL here")
+    completed = python("-m", "gradscale", "doctor", "nccl4py", "--json", COLUMNS="300")
+    (found,) = json.loads(completed.stdout)["components"]
+    assert (completed.returncode, found["status"]) == (1, "broken")
+    assert "libnccl.so" in found["reason"]
+    assert found["command"].endswith("'cuda-bindings==13.*' nvidia-nccl-cu13")

@@ -47,6 +47,7 @@ IMPORTS = [
     ("import gradscale_jax", "jax", "gradscale_jax", "jax"),
     ("import gradscale_cupy", "cupy", "gradscale_cupy", "cupy"),
     ("import gradscale_cupy.nccl", "cupy", "gradscale_cupy", "cupy"),
+    ("import gradscale_nccl", "nccl", "gradscale_nccl", "nccl4py"),
     ("import gradscale_numpy", "numpy", "gradscale_numpy", "numpy"),
     ("import gradscale_numpy.mpi", "mpi4py", "gradscale_numpy.mpi", "mpi"),
     ("import gradscale_numpy.fast", "numba", "gradscale_numpy.fast", "fast"),
@@ -80,7 +81,8 @@ def message(user: str, library: str, extras: str, groups: str = "") -> str:
     is_clone = groups or "GRADSCALE_TEST_INSTALLED" not in os.environ
     source = "." if is_clone else "gradscale"
     command = "python -m pip install " + (f"'{source}[{extras}]'" if extras else source)
-    command += " cupy-cuda12x" * (extras == "cupy") + "".join(f" --group {group}" for group in groups.split())
+    command += {"cupy": " cupy-cuda12x", "nccl4py": " 'cuda-bindings==13.*' nvidia-nccl-cu13"}.get(extras, "")
+    command += "".join(f" --group {group}" for group in groups.split())
     place = "from a clone of gradscale: " if is_clone else ""
     return f"{re.escape(user)} needs {library}, got: {got}; {place}{re.escape(command)}"
 

@@ -207,8 +207,9 @@ def test_a_python_without_gradscale_gets_the_libraries_of_the_drivers_cuda_and_t
     program = runpy.run_path(str(PROGRAM))
     for version, major in ((": 12.4", 12), (": 13.0", 13), (" UMD Version: 13.1", 13), (": 14.2", 13)):
         said = f"| Driver Version: 580.1     CUDA{version if 'UMD' in version else f' Version{version}'}     |"
-        cupy, nccl, torch, jax = program["requirements"](said)
+        cupy, nccl, torch, jax, *bindings = program["requirements"](said)
         assert (cupy, nccl, jax) == (f"cupy-cuda{major}x[ctk]>=14", f"nvidia-nccl-cu{major}", f"jax[cuda{major}]")
+        assert bindings == ["nccl4py>=0.6", f"cuda-bindings=={major}.*"]
         assert (torch == "torch>=2.6,<2.11") == (major == 12)
     for version in ("11.8", "N/A"):
         with pytest.raises(SystemExit, match="need a driver of CUDA 12 or later"):

@@ -13,6 +13,7 @@ from worlds import mpi_command, mpi_environment
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("", ".github", "gradscale", "gradscale/interop", "examples", "tests", "tests/benchmarks")
 FOLDERS += ("backends/gradscale_numpy", "backends/gradscale_torch", "backends/gradscale_jax", "backends/gradscale_cupy")
+FOLDERS += ("backends/gradscale_nccl",)
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for name in FOLDERS for path in (ROOT / name).glob("*.md")}
 COMMAND = re.compile(r"<!-- command: (\w+) -->\n```sh\n(.*?)```", flags=re.DOTALL)
 COMMANDS = {name: (page, line) for page, text in PAGES.items() for name, line in COMMAND.findall(text)}

@@ -21,8 +21,8 @@ import gradscale
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / ".ci" / "recipe.yaml"
-NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_jax"}
-FRAMEWORKS = NAMES - {"gradscale"} | {"numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "numba", "ml_dtypes"}
+NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_nccl", "gradscale_jax"}
+FRAMEWORKS = NAMES - {"gradscale"} | {"numpy", "torch", "jax", "jaxlib", "cupy", "nccl", "mpi4py", "numba", "ml_dtypes"}
 FRAMEWORKS |= {"matplotlib", "rich", "typer"}
 PACKAGES = (
     "gradscale",
@@ -147,7 +147,7 @@ def test_the_recipe_for_conda_asks_for_the_versions_that_the_package_asks_for() 
 def test_entry_points_and_extras_are_installed() -> None:
     assert {"numpy", "mpi4py", "torch", "jax", "jaxlib"} <= set(gradscale.registry.names())
     metadata = importlib.metadata.metadata("gradscale")
-    extras = {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "jax", "optax", "cupy", "cli", "plot"}
+    extras = {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "jax", "optax", "cupy", "nccl4py", "cli", "plot"}
     assert extras == set(metadata.get_all("Provides-Extra") or [])
     needed = [line for line in importlib.metadata.requires("gradscale") or [] if "extra ==" not in line]
     assert {line.partition(">")[0].partition("~")[0] for line in needed} == {"array-api-compat"}

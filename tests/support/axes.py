@@ -48,6 +48,7 @@ MODULES = {
     "mypy": ("mypy",),
     "hatchling": ("hatchling", "hatch_fancy_pypi_readme"),
     "cupy": ("cupy",),
+    "nccl4py": ("nccl.core",),
 }
 
 # Programs, of which any will do.

@@ -25,7 +25,7 @@ import pytest
 
 from gradscale import registry
 
-__all__ = ["Device", "Event", "HostCupy", "Stream", "Work", "add_work", "installed", "log"]
+__all__ = ["Device", "Event", "HostCupy", "Stream", "Work", "add_work", "forget", "installed", "log"]
 
 _current = threading.local()
 _ROW = 24  # bytes
@@ -426,15 +426,20 @@ class HostCupy(types.ModuleType):
         return self.array(x, dtype, **options)
 
 
-@contextmanager
-def installed(*, devices: int = 2) -> Iterator[HostCupy]:
-    """Put the module in the place of CuPy, with so many devices; forget all that was imported with it afterwards."""
-    module = HostCupy(devices)
+def forget() -> None:
+    """Forget what devices have done and have yet to do."""
     log.clear()
     _work.clear()
     Event.queries.clear()
     Event.broken = None
     HostCupy.capturing = set()
+
+
+@contextmanager
+def installed(*, devices: int = 2) -> Iterator[HostCupy]:
+    """Put the module in the place of CuPy, with so many devices; forget all that was imported with it afterwards."""
+    module = HostCupy(devices)
+    forget()
     replaced: dict[str, Any] = {"cupy.linalg": np.linalg, "cupy.fft": np.fft}
     replaced |= {"cupy": module, "cupy.cuda": module.cuda, "cupy.cuda.device": module.cuda.device}
     before = [name for name in sys.modules if _is_affected(name)]

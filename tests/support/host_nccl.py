@@ -4,6 +4,9 @@ Between threads the kernel of a rank that came waits on its stream until all hav
 NCCL's do. Between processes MPI carries what a whole program sends, while the host waits. It proves what is asked of
 NCCL, in which order and with which buffers. What becomes of destroyed communicators and unknown statuses is as found in
 CuPy 14.2 with NCCL 2.32.
+
+With ``bindings_installed`` the real nccl4py calls it in the place of libnccl, and takes real arrays of the CPU: all its
+devices have the number -1, which is the CPU's for cuda.core.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import importlib
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -21,8 +26,11 @@ from typing import Any
 
 import host_cupy
 import numpy as np
+import pytest
 
-__all__ = ["NcclCommunicator", "NcclError", "World", "installed"]
+from gradscale import registry
+
+__all__ = ["CoreDevice", "NcclCommunicator", "NcclError", "World", "bindings_installed", "installed"]
 
 _INT32, _FLOAT16, _FLOAT32, _SUM, _MAX = 2, 6, 7, 0, 2
 _DTYPES = {_INT32: np.dtype(np.int32), _FLOAT16: np.dtype(np.float16), _FLOAT32: np.dtype(np.float32)}
@@ -31,6 +39,7 @@ _PROCESSES = tuple(range(-64, 64))
 _TEXTS = {
     3: "NCCL_ERROR_INTERNAL_ERROR: internal error",
     4: "NCCL_ERROR_INVALID_ARGUMENT: invalid argument (run with NCCL_DEBUG=WARN for details)",
+    5: "NCCL_ERROR_INVALID_USAGE: invalid usage (run with NCCL_DEBUG=WARN for details)",
     6: "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error",
 }
 
@@ -56,6 +65,8 @@ class World:
     # What NCCL reports of its own, 0 for nothing.
     async_status: int = 0
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
+    # By the ranks that are left out, the worlds of the others.
+    shrunk: dict[tuple[int, ...], World] = dataclasses.field(default_factory=dict)
     # By position and rank what is sent, what is done with all that is, and the kernel.
     collectives: Any = dataclasses.field(default_factory=lambda: defaultdict(dict))
 
@@ -71,8 +82,8 @@ class World:
                     kernel.write, kernel.ready = functools.partial(last, everything), time.monotonic() + self.delay
             self.changed.notify_all()
             if self.connects and len(sent) not in comm.lengths:
-                self.changed.wait_for(lambda: len(parts) == self.size or not comm.comm)
-                comm.rank_id()
+                self.changed.wait_for(lambda: len(parts) == self.size or not comm.comm or comm.is_revoked)
+                comm.require_usable()
             comm.lengths.add(len(sent))
 
 
@@ -90,6 +101,7 @@ class NcclCommunicator:
         self.lengths: set[int] = set()
         self.issued_by: list[str] = []
         self.aborts = 0
+        self.is_revoked = False
 
     def _known(self, value: int) -> int:
         if not self.comm:
@@ -123,8 +135,15 @@ class NcclCommunicator:
         sent, received = _memory(send, count, dtype), _memory(receive, count * self._size, dtype)
         self._start(sent, received, np.concatenate, stream)
 
+    def require_usable(self) -> None:
+        """Raise NCCL's error of a communicator that was destroyed or revoked."""
+        self.rank_id()
+        if self.is_revoked:
+            raise NcclError(5)
+
     def _start(self, sent: Any, received: Any, combined: Callable[[Any], Any], stream: int) -> None:
         assert (host_cupy.Device().id, stream) == (self.device_id(), host_cupy.Stream.ptr)
+        self.require_usable()
         host_cupy.log.append(("nccl", self._device, len(sent), sent.dtype.name))
         if sent.ctypes.data == received.ctypes.data:
             sent = sent.copy()
@@ -151,13 +170,29 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         """End the kernels, which leave what they find."""
-        assert self.world is not None
         self.aborts += 1
+        self._end(self.destroy)
+
+    def revoke(self) -> None:
+        """End the kernels, and take no more; it may be shrunk."""
+        self._end(lambda: setattr(self, "is_revoked", True))
+
+    def _end(self, change: Callable[[], None]) -> None:
+        assert self.world is not None
         with self.world.changed:
-            self.destroy()
+            change()
             for work in self._work:
                 work.ready = work.ready or 0.0
             self.world.changed.notify_all()
+
+    def shrink(self, excluded: tuple[int, ...]) -> NcclCommunicator:
+        """Return that of the ranks that are left; an error with kernels under way."""
+        assert self.world is not None
+        if any(work.ready is None for work in self._work):
+            raise NcclError(5)
+        with self.world.changed:
+            world = self.world.shrunk.setdefault(excluded, World(self._size - len(excluded)))
+        return NcclCommunicator(world.size, world, self._rank - sum(rank < self._rank for rank in excluded))
 
     def destroy(self) -> None:
         """Make it unusable."""
@@ -198,3 +233,96 @@ def installed(*, devices: int = 2, has_nccl: bool = True) -> Iterator[host_cupy.
                 NCCL_MAX=_MAX,
             )
         yield module
+
+
+class CoreDevice:
+    """A device of cuda.core, with its streams and events."""
+
+    device_id = -1
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def set_current(self) -> None:
+        host_cupy.Device(self._number).use()
+
+    def create_stream(self) -> _CoreStream:
+        return _CoreStream()
+
+    def create_event(self) -> _CoreEvent:
+        return _CoreEvent()
+
+
+class _CoreStream:
+    handle = -1  # no order for arrays of the CPU
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, host_cupy.Stream.ptr
+
+    def record(self, event: _CoreEvent) -> None:
+        event.point.record()
+
+
+class _CoreEvent:
+    def __init__(self) -> None:
+        self.point = host_cupy.Event()
+
+    @property
+    def is_done(self) -> bool:
+        status = host_cupy.Event.query(self.point.ptr)
+        if status not in (0, 600):
+            raise host_cupy.CUDARuntimeError(status)
+        return status == 0
+
+
+@contextmanager
+def bindings_installed() -> Iterator[Callable[[NcclCommunicator], Any]]:
+    """Put this NCCL under nccl4py; what is yielded makes an nccl.core.Communicator of one of these."""
+    from nccl.bindings import nccl as bindings
+    from nccl.core import Communicator, communicator
+
+    # As the first collective does, while the others wait for it.
+    importlib.import_module("nccl.core.interop.torch")
+    known: dict[int, NcclCommunicator] = {}
+
+    def register(comm: NcclCommunicator) -> Any:
+        known[id(comm)] = comm
+        return bindings.Comm(id(comm))
+
+    def of(comm: Any) -> NcclCommunicator:
+        return known[comm.handle]
+
+    def all_reduce(send: int, receive: int, count: int, dtype: int, op: int, comm: Any, stream: int) -> None:
+        of(comm).allReduce(send, receive, count, dtype, op, stream)
+
+    functions = {
+        # Its own asks libnccl for the text.
+        "NCCLError": lambda status: RuntimeError(f"{status.name} ({status.value}): NCCL's text"),
+        "all_reduce": all_reduce,
+        "comm_abort": lambda comm: of(comm).abort(),
+        "comm_count": lambda comm: of(comm).size(),
+        "comm_cu_device": lambda comm: of(comm).device_id(),
+        "comm_get_async_error": lambda comm: bindings.Result(of(comm).world.async_status),  # type: ignore[union-attr]
+        "comm_destroy": lambda comm: of(comm).destroy(),
+        "comm_init_rank_scalable": lambda size, rank, *_: register(NcclCommunicator(size, World(size), rank)),
+        "comm_revoke": lambda comm, _flags: of(comm).revoke(),
+        "comm_shrink": lambda comm, excluded, *_: register(of(comm).shrink(tuple(excluded))),
+        "comm_user_rank": lambda comm: of(comm).rank_id(),
+        "get_library_path": lambda: None,
+        "get_unique_id": bindings.UniqueId,
+        "get_version": lambda: 23203,
+    }
+    host_cupy.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_cupy.Device, "count", 3)
+        patch.setattr(communicator, "Device", CoreDevice)
+        for name, function in functions.items():
+            # All of these names are nccl4py's.
+            patch.setattr(bindings, name, function)
+        patch.delitem(sys.modules, "gradscale_nccl", raising=False)
+        registry.refresh()
+        try:
+            yield lambda comm: Communicator(register(comm).handle)
+        finally:
+            sys.modules.pop("gradscale_nccl", None)
+            registry.refresh()

@@ -97,7 +97,7 @@ def probe(name: str) -> Details:
     (component,) = find([name])
     modules = [importlib.import_module(module) for module in component.modules]
     details = component.use() if component.use else _adapter(name)
-    return details | {"versions": {module.__name__: getattr(module, "__version__", "unknown") for module in modules}}
+    return {"versions": {module.__name__: getattr(module, "__version__", "unknown") for module in modules}} | details
 
 
 def _adapter(name: str) -> Details:
@@ -201,12 +201,25 @@ def _cupy() -> Details:
     }
 
 
+def _nccl4py() -> Details:
+    from nccl import core
+
+    registry.get("nccl")
+    core.Communicator.init(1, 0, core.get_unique_id()).destroy()
+    return {
+        "did": "a communicator of one process",
+        "nccl": str(core.get_version().libnccl),
+        "versions": {"nccl4py": core.__version__},
+    }
+
+
 _OURS = (
     Component("numpy", ("numpy",), "numpy"),
     Component("mpi4py", ("mpi4py",), "mpi", ("mpi",), _mpi4py),
     Component("torch", ("torch",), "torch", (), _torch),
     Component("jax", ("jax", "jaxlib"), "jax", ("jaxlib",), _jax),
     Component("cupy", ("cupy",), "cupy", ("cupy_backends", "cupyx"), _cupy),
+    Component("nccl4py", ("nccl",), "nccl4py", ("nccl",), _nccl4py),
     Component("fast", ("numba",), "fast", ("numba",), _fast),
 )
 
