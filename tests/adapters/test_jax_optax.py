@@ -244,21 +244,6 @@ def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without
     assert [(leaf.shape, leaf.dtype) for leaf in shapes] == [(leaf.shape, leaf.dtype) for leaf in made.scale_state]
 
 
-def test_batch_statistics_and_logs_use_the_last_verdict() -> None:
-    policy = gradscale.DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
-    tx = gradscale_jax.scaled(ADAM, policy)
-    params, nan = {"weight": jnp.ones(2)}, {"weight": jnp.full(2, jnp.nan)}
-    state, means = tx.init(params), {"weight": jnp.zeros(2)}
-    assert bool(gradscale_jax.verdict_of(state).finite)
-    gradscale_jax.verdict_of(state).check(policy)
-    for _ in range(2):
-        _, state = tx.update(nan, state, params)
-        means = gradscale_jax.select(gradscale_jax.verdict_of(state).finite, nan, means)
-    assert_same_bits(means, {"weight": np.zeros(2, np.float32)})
-    with pytest.raises(gradscale.ScaleUnderflowError, match="minimum"):
-        gradscale_jax.verdict_of(state).check(policy)
-
-
 def test_the_count_of_skipped_steps_stays_at_the_largest_int32() -> None:
     tx, params = scaled(), {"weight": jnp.ones(2)}
     state = tx.init(params)._replace(skipped=jnp.asarray(2**31 - 2, jnp.int32))

@@ -174,16 +174,6 @@ ATTRIBUTES = ("scale_state", "inner_state", "verdict", "skipped", "windows")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["overflows", "loss", "norm", "both"])
-def test_no_name_in_a_state_is_one_that_optax_uses(rule: Any) -> None:
-    state = scaled(optax.identity(), skip=rule).init(PARAMS)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    keys = {getattr(key, "name", getattr(key, "key", None)) for path in paths for key in path}
-    assert {f"gradscale_{name}" for name in ATTRIBUTES[: 4 + bool(rule)]} - {"gradscale_inner_state"} <= keys
-    assert {"count", "scale", "inner_state", "ScaleByAdamState"} <= OF_OPTAX
-    assert not {*keys, type(state).__name__} & OF_OPTAX
-
-
-@pytest.mark.parametrize("rule", RULES, ids=["overflows", "loss", "norm", "both"])
 def test_values_are_found_and_set_by_name_as_without_scaling(rule: Any) -> None:
     tree, bare = optax.tree_utils, optax.chain(optax.masked(optax.adam(0.1), MASKED), optax.contrib.reduce_on_plateau())
     own, state = bare.init(PARAMS), scaled(bare, skip=rule).init(PARAMS)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import pickle
 import warnings
 from typing import Any
 
 import pytest
 from axes_torch import GradScaler, torch
-from small_torch import KERNEL, Count, Small, without_kernel
+from small_torch import KERNEL, Small, without_kernel
 
 import gradscale
 from gradscale import DynamicScale, StaticScale
-from gradscale.core.arithmetic import unscale_arrays
 from gradscale.core.summaries import Summary
 from gradscale.testing import check_backend
 from gradscale_torch.gradients import values_of
@@ -57,21 +55,6 @@ def test_what_else_fails_in_the_kernel_comes_out(monkeypatch: pytest.MonkeyPatch
     assert grad.tolist() == [8.0] * 3
 
 
-class NeedsTensors(gradscale.StaticScale):
-    """Looks at a value, which plain numbers do not have while they are traced."""
-
-    def update(self, state: Any, *, nonfinite: Any) -> Any:
-        return state._replace(scale=state.scale / 2) if bool(nonfinite) else state
-
-
-def test_a_policy_may_look_at_the_verdict() -> None:
-    run = Small(GradScaler("cpu", policy=NeedsTensors(8.0)))
-    for gradient in (1.0, float("inf"), 1.0):
-        run.iterate(gradient)
-    assert run.state == (4.0, 0)
-    assert pickle.loads(pickle.dumps(run.scaler)).get_scale() == 4.0
-
-
 def state_of(scale: float) -> Any:
     return DynamicScale(init_scale=scale).init(torch.zeros(()))
 
@@ -82,18 +65,6 @@ def in_place(grads: list[Any], scale: float = 8.0) -> int:
     got, nonfinite = gradscale.registry.backend_for(state.scale).unscale(grads, state, out=grads)
     assert all(new is old for new, old in zip(got, grads, strict=True))
     return int(nonfinite)
-
-
-@pytest.mark.parametrize("wanted", ["float32", "float64"])
-@pytest.mark.parametrize("given", REALS)
-def test_masters_get_what_the_pure_core_computes(given: str, wanted: str) -> None:
-    grads = [torch.tensor([1.0, -3.5, 1e-7, 6e4], dtype=getattr(torch, given))]
-    masters = [torch.zeros(4, dtype=getattr(torch, wanted))]
-    (expected,), count = unscale_arrays(grads, state_of(3.0), out=masters)
-    got, nonfinite = gradscale.unscale(grads, state_of(3.0), out=masters)
-    assert got[0] is masters[0]
-    assert torch.equal(masters[0], expected)
-    assert int(nonfinite) == int(count)
 
 
 @pytest.mark.parametrize("strides", [(0, 1), (1, 1)], ids=["expanded", "sliding"])
@@ -134,12 +105,7 @@ def test_memory_that_would_be_divided_twice_is_refused_and_columns_of_one_tensor
     assert matrix.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_new_tensors_stay_in_autograds_graph_and_given_ones_do_not() -> None:
-    weight = torch.tensor([2.0], requires_grad=True)
-    state = state_of(8.0)
-    (unscaled,), _ = gradscale.unscale([weight * 24.0], state)
-    unscaled.backward()
-    assert weight.grad.item() == 3.0
+def test_a_leaf_of_autograds_graph_is_overwritten_and_stays_one() -> None:
     leaf = torch.tensor([8.0], requires_grad=True)
     assert in_place([leaf]) == 0
     assert (leaf.item(), leaf.grad_fn, leaf.requires_grad) == (1.0, None, True)
@@ -192,32 +158,6 @@ def test_each_bfloat16_is_judged_without_a_kernel_as_it_is_with_one(
         found.append([in_place([torch.ones(3, dtype=torch.bfloat16), one.repeat(2)], scale) for one in some])
     assert found[0] == found[1]
     assert set(found[0]) == {0, 1}
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "scale", "options", "most"),
-    [
-        pytest.param(["bfloat16"], 1.0, {}, 15, id="looked-at"),
-        pytest.param(["bfloat16"], 1.0, {"max_norm": 1.0}, 20, id="clipped"),
-        pytest.param(["bfloat16"], 3.0, {}, 60, id="divided"),
-        pytest.param(["bfloat16"], 0.5, {}, 60, id="divided-by-less-than-1"),
-        pytest.param(["bfloat16", "float64", "float16"], 1.0, {}, 3 * 15, id="of-three-dtypes"),
-    ],
-)
-def test_gradients_without_a_kernel_cost_operations_by_group_and_not_by_gradient(
-    monkeypatch: pytest.MonkeyPatch, dtypes: list[str], scale: float, options: dict[str, float], most: int
-) -> None:
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", without_kernel(*dtypes))
-    scaler = GradScaler("cpu", policy=StaticScale(scale), allow_fp16_grads=True)
-    run = Small(scaler, count=300, size=8, dtypes=dtypes)
-    for gradients in ([math.nan] + [1.0] * 299, [1.0] * 299 + [math.inf], [1.0]):
-        run.give(*gradients)
-        with Count() as count:
-            scaler.unscale_(run.optimizer, **options)
-        scaler.step(run.optimizer)
-        scaler.update()
-        assert run.report.skipped is not (len(gradients) == 1)
-    assert count.number <= most
 
 
 @pytest.mark.parametrize("dtype", REALS)

@@ -157,18 +157,6 @@ def test_a_captured_graph_judges_and_learns_in_each_replay(cuda: Any) -> None:
     assert run.report.reason == "stepped"
 
 
-def test_pickles_and_torchs_own_scaler_take_the_state() -> None:
-    run = Small(GradScaler("cpu", skip=RULE))
-    for gradient in (1.0, 2.0, 1.0):
-        clipped(run, gradient)
-    saved = run.scaler.state_dict()
-    assert len(saved["spikes"][0]["norm"]["values"]) == 3
-    assert pickle.loads(pickle.dumps(run.scaler)).state_dict() == saved
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(saved)
-    assert theirs.state_dict()["_growth_tracker"] == 3
-
-
 def test_the_losses_of_a_step_that_is_not_judged_are_not_the_next_optimizers() -> None:
     scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(of="loss", above=100.0))
     refused, after = Small(scaler), Small(scaler)
@@ -277,17 +265,6 @@ def test_a_guard_leaves_losses_and_gradients_as_they_are_with_and_without_scale(
         # Also where the state is on a device.
         run.scaler.load_state_dict(run.scaler.state_dict())
     assert run.scaler.counts() == {"taken": 3, "overflow": 2, "spike": 0, "refused": 0}
-
-
-def test_a_guard_on_a_device_costs_one_read_and_none_with_a_fused_optimizer(cuda: Any) -> None:
-    for name, waits in (("SGD", 1), ("AdamW-fused", 0)):
-        options = {"capturable": True} if "Adam" in name else {}
-        run = Small(StepGuard(skip=RULE), name, devices=("cuda:0",), home="cuda:0", **options)
-        for _ in range(3):
-            run.parameter.grad = torch.ones(2, device="cuda:0")
-            cuda.waits.clear()
-            run.step(max_norm=100.0)
-            assert len(cuda.waits) == waits
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))])

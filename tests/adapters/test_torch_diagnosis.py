@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from axes_torch import GradScaler, ShardedGradScaler, torch
 from small_torch import Small, optimizer_of
-from tiers import examples
 
 from gradscale.testing import run_ranks
 
@@ -187,21 +185,6 @@ STATES = {
 }
 
 
-class Muon(torch.optim.Optimizer):  # type: ignore[misc]
-    """An optimizer whose state is nested, and holds what is no array, and weights of other kinds."""
-
-    def __init__(self, parameters: Any, **_: Any) -> None:
-        super().__init__(parameters, {})
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                fast = {"momentum": [torch.zeros(2, dtype=torch.bfloat16)], "rate": np.float32(1.0)}
-                self.state[parameter] = {"factors": fast, "seen": torch.tensor(3), "name": "muon", "none": None}
-        self.state["global"] = torch.zeros(())
-
-    def step(self) -> None:
-        """Leave the weights as they are."""
-
-
 def kept(optimizer: Any, name: str, key: str) -> Any:
     """Return an array of a state, of the parameter of this name."""
     position = optimizer.param_groups[0]["param_names"].index(name)
@@ -248,41 +231,6 @@ def test_broken_weights_and_states_of_torchs_optimizers_are_named(name: str) -> 
     assert look()[1] == []
 
 
-def test_nested_states_and_those_of_other_libraries_are_searched() -> None:
-    run = named(GradScaler("cpu"), Muon)
-    run.give(1.0)
-    state = run.optimizer.state[run.parameter]
-    places = [
-        ("factors['momentum'][0] of weight", lambda: state["factors"]["momentum"][0].fill_(math.nan)),
-        ("factors['rate'] of weight", lambda: state["factors"].update(rate=np.float32(math.inf))),
-        ("global", lambda: run.optimizer.state["global"].fill_(math.inf)),
-    ]
-    expected: list[str] = []
-    for place, spoil in places:
-        assert sorted(entry.place for entry in run.scaler.diagnose(run.optimizer, state=True).broken) == expected
-        spoil()
-        expected = sorted([*expected, place])
-    report = run.scaler.diagnose(run.optimizer, params={"weight": run.parameter}, state=run.optimizer.state)
-    assert sorted(entry.place for entry in report.broken) == expected
-    assert report.cause == "optimizer state"
-    assert run.scaler.diagnose(run.optimizer, params=iter([torch.empty(2, device="meta")])).broken == ()
-
-
-def test_the_third_overflow_in_a_row_finds_what_a_fused_optimizer_has_spoilt() -> None:
-    for name in ("AdamW", "AdamW-fused"):
-        run = named(GradScaler("cpu", diagnose="on_overflow"), name)
-        run.iterate(1.0)
-        run.optimizer.state[run.parameter]["exp_avg"][1] = math.nan
-        causes = []
-        for value in (1.0, math.nan, math.nan, math.nan):
-            run.iterate(value)
-            overflow = run.report.overflow
-            causes.append(None if overflow is None else overflow.cause)
-            # A clean step carries it on to the weight.
-        assert causes == [None, "scale", "scale", "weights"]
-        assert [entry.place for entry in overflow.broken] == ["weight", "exp_avg of weight"]
-
-
 def test_a_state_of_a_tensor_subclass_is_searched_inside() -> None:
     class Quantized(torch.Tensor):  # type: ignore[misc]
         """Codes of 8 bits and their scales, as 8-bit optimizers keep their moments; only its parts can be computed."""
@@ -310,20 +258,3 @@ def test_a_state_of_a_tensor_subclass_is_searched_inside() -> None:
             run.optimizer.state[run.parameter]["exp_avg"] = Quantized(codes, torch.tensor([1.0, scale]))
             report = run.scaler.diagnose(run.optimizer, state=True)
             assert [entry.place for entry in report.broken] == found
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW-fused", "Adagrad"])
-def test_a_model_that_is_finite_is_never_told_broken_in_a_random_life(name: str) -> None:
-    chance = random.Random(name)
-    options = {"momentum": 0.9} if name == "SGD" else {}
-    make = lambda parameters: optimizer_of(name, parameters, **options)  # noqa: E731
-    run = Small(GradScaler("cpu", diagnose="on_overflow", growth_interval=3), make, count=2)
-    searched = 0
-    for _ in range(examples(500)):
-        run.give(*(chance.choice([1.0, -1e-3, 1e4, 0.0, math.inf, math.nan]) for _ in range(2)))
-        run.step()
-        for report in (run.report.overflow, run.scaler.diagnose(run.optimizer, state=True)):
-            if report is not None and report.broken is not None:
-                searched += 1
-                assert (report.broken, report.cause in ("weights", "optimizer state")) == ((), False)
-    assert searched > examples(500)

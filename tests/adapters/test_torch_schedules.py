@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
-from axes_torch import GradScaler, ShardedGradScaler, torch
+from axes_torch import GradScaler, torch
 from small_torch import Small
 
 import gradscale
-from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -39,16 +37,6 @@ HELD = [FACTOR**taken for taken in TAKEN], 4
 def test_a_schedule_takes_the_steps_that_the_optimizer_takes(name: str) -> None:
     assert train(Small(GradScaler("cpu"), name)) == HELD
     assert train(Small(GradScaler("cpu", enabled=False), name))[1] == STEPS
-
-
-@pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
-def test_the_schedules_of_all_ranks_stay_equal(name: str) -> None:
-    def rank(group: ThreadCollectives) -> Any:
-        # Each rank has overflows that the other one does not have.
-        own = frozenset(step for step in OVERFLOWS if step % 2 == group.rank)
-        return train(Small(ShardedGradScaler("cpu", group=group), name), own)
-
-    assert run_ranks(2, rank) == [HELD] * 2
 
 
 def test_each_optimizer_holds_its_own_schedules() -> None:

@@ -91,19 +91,6 @@ def test_what_is_no_array_of_one_library_is_refused_with_its_place(
             scale(wrong)
 
 
-@pytest.mark.numpy
-def test_numpys_scalars_and_subclasses_are_arrays() -> None:
-    class Mine(np.ndarray[Any, Any]):
-        pass
-
-    for value, dtype in ((np.float16(2), "float32"), (np.float32(2), "float32"), (np.float64(2), "float64")):
-        got = GradScaler().scale(value)
-        assert (float(got), got.dtype.name, got.shape) == (131072.0, dtype, ())
-    got = GradScaler(init_scale=4.0).scale(np.ones(3, np.float16).view(Mine))
-    assert isinstance(got, np.ndarray)
-    assert got.dtype == np.float16
-
-
 # unscale: exact reciprocals, dtypes, the verdict on what is stored, trees and devices.
 
 SMALLEST = 2.0**-126

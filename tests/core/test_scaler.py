@@ -16,8 +16,6 @@ from gradscale.core.backend import Backend
 from gradscale.scaler.scaler import iteration_of
 from gradscale.testing import run_ranks
 
-BAD = [math.inf, -math.inf, math.nan]
-
 
 def test_a_clean_iteration_steps_with_the_unscaled_gradients_also_when_the_scale_has_grown(arrays: Library) -> None:
     scaler, optimizer = GradScaler(growth_interval=1), Tree()
@@ -28,20 +26,6 @@ def test_a_clean_iteration_steps_with_the_unscaled_gradients_also_when_the_scale
         arrays.assert_array(optimizer.seen[-1][1], [-3.0])
         assert report == StepReport(False, scale, 0, "stepped", iteration, 0)
     assert scaler.get_scale() == 65536.0 * 16
-
-
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_one_bad_value_skips_the_step_and_backs_off(arrays: Library, bad: float, place: int) -> None:
-    scaler = GradScaler()
-    values = [1.0, 2.0, 3.0]
-    values[place] = bad
-    optimizer = Tree(scaled(arrays, scaler, *values))
-    assert scaler.step(optimizer) is None
-    scaler.update()
-    assert optimizer.steps == 0
-    assert scaler.get_scale() == 32768.0
-    assert scaler.last_step(optimizer) == StepReport(True, 65536.0, 1, "overflow", 1, 0, 1, by=0)
 
 
 class Equal(Tree):

@@ -60,18 +60,6 @@ def test_a_new_scale_may_be_a_number_or_an_array_of_one_element_of_any_library(a
         arrays.assert_array(scaler.scale(arrays.asarray(2.0)), 192.0)
 
 
-def test_a_new_scale_keeps_the_trackers_and_ends_the_iteration(arrays: Library) -> None:
-    scaler, optimizer = GradScaler(), Tree()
-    iterate(arrays, scaler, optimizer)
-    iterate(arrays, scaler, optimizer)
-    optimizer.grads = [arrays.asarray([math.inf])]
-    scaler.scale(arrays.asarray(1.0))
-    scaler.step(optimizer)
-    scaler.update(4.0)
-    state = scaler.state_dict()
-    assert (state["scale"], state["_growth_tracker"], state["iteration"]) == (4.0, 2, 4)
-
-
 BAD_VALUES: list[Any] = [0, 0.0, -1.0, math.inf, math.nan, 1e39, 1e-40, np.float32("nan")]
 BAD_TYPES = ["128", True, 1j, [128.0], object(), np.array([1.0, 2.0]), np.array([]), np.array(True), np.array("128")]
 

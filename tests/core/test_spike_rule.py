@@ -163,38 +163,6 @@ def test_a_value_that_equals_all_before_it_is_no_spike_and_any_greater_one_is(ar
         assert told == [False, True, False, False, True, True]
 
 
-def test_nothing_is_judged_until_there_are_enough_values(arrays: Library) -> None:
-    rules = [(SkipSpikes(window=6), 3), (SkipSpikes(window=2), 2), (SkipSpikes(window=6, min_values=5), 5)]
-    rules += [(SkipSpikes.maxtext(window=10), 4)]
-    for rule, count in rules:
-        # The last of the first ones is great, and one that is not finite does not count.
-        values = [1.0, NAN, *[1.0] * (count - 2), 100.0]
-        *told, (_, state) = follow(arrays, rule, values)
-        assert not any(is_spike for is_spike, _ in told)
-        assert plain(arrays, state)[1] == count
-        assert spikes(arrays, rule, [1e6], state) == [True]
-        assert spikes(arrays, rule, [1e6], told[-1][1]) == [False]
-
-
-def test_a_fixed_bound_judges_from_the_first_value_on_and_for_ever(arrays: Library) -> None:
-    rule = SkipSpikes(above=3.0, patience=2, window=4)
-    assert spikes(arrays, rule, [3.0, 3.001, -9.0, NAN, INF, -INF]) == [False, True, False, True, True, True]
-    assert spikes(arrays, rule, [4.0] * 12) == [True] * 12
-
-
-@pytest.mark.parametrize("patience", [0, 1, 4])
-def test_after_some_skips_in_a_row_a_new_level_becomes_the_usual_one(arrays: Library, patience: int) -> None:
-    rule = SkipSpikes(window=8, patience=patience)
-    calm = [1.0, 1.25] * 4
-    # Once: the level is learned with its first value after the patience, and is no spike when it is in the window.
-    assert spikes(arrays, rule, calm + [10.0, 10.25] * 6) == [False] * 8 + [True] * (patience + 1) + [False] * (
-        11 - patience
-    )
-    # Isolated spikes never are: each clean step between them begins the count again.
-    *_, (_, state) = follow(arrays, rule, calm + [10.0, 1.0] * 8)
-    assert (10.0 in plain(arrays, state)[0]) == (patience == 0)
-
-
 def test_an_overflow_between_spikes_neither_counts_nor_begins_the_count_again(arrays: Library) -> None:
     rule = SkipSpikes(window=4, patience=2)
     *_, (_, state) = follow(arrays, rule, [1.0, 1.25, 1.0, 1.25, 10.0])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import Library
+from momentum import Momentum, of, overflow
 from optimizers import Tree
 
 import gradscale
@@ -18,25 +19,6 @@ from gradscale import GradScaler, SkipSpikes, StaticScale, TrainingStalledError,
 from gradscale.tools.callbacks import JSONLines, LogUpdates, read_log
 
 pytestmark = pytest.mark.numpy
-
-
-class Parameter(np.ndarray):
-    """A weight with a gradient."""
-
-    grad: Any = None
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
-class SGD:
-    """An optimizer with ``param_groups``."""
-
-    def __init__(self, value: float) -> None:
-        self.weight = np.full(2, value, np.float32).view(Parameter)
-        self.param_groups = [{"params": [self.weight], "param_names": ["head.weight"]}]
-        self.state: dict[object, object] = {}
-
-    def step(self) -> None:
-        """Do nothing."""
 
 
 def iterate(scaler: GradScaler, optimizer: Any, value: float, count: int = 1) -> None:
@@ -56,21 +38,20 @@ def told(call: Any) -> list[str]:
 
 
 def test_the_warning_says_how_long_why_and_what_holds_nan() -> None:
-    scaler, optimizer = GradScaler(init_scale=1024.0), SGD(np.nan)
+    scaler, optimizer = GradScaler(init_scale=1024.0), Momentum(1)
+    (weight,) = optimizer.weights
+    weight[:] = np.nan
 
     def train() -> None:
         for _ in range(60):
-            scaler.scale(np.float32(1.0))
-            optimizer.weight.grad = np.full(2, np.nan, np.float32)
-            scaler.step(optimizer)  # type: ignore[arg-type]
-            scaler.update()
+            overflow(scaler, optimizer, np.nan)
 
     (words,) = told(train)
-    assert "Cause: weights. Weights hold inf or NaN, the most in 'head.weight': load a checkpoint" in words
+    assert "Cause: weights. Weights hold inf or NaN, the most in 'layer.0': load a checkpoint" in words
     assert words.startswith("each step of the last 50 iterations was skipped: 50 for non-finite gradients (inf or NaN)")
     assert "first seen by rank 0; the scale went from 1024 to 1.8" in words
-    optimizer.weight[:] = 1.0
-    optimizer.state = {optimizer.weight: {"momentum": np.float32([np.inf, 1.0])}}
+    weight[:] = 1.0
+    of(optimizer, 0)["exp_avg"][0] = np.inf
     scaler = GradScaler(policy=StaticScale(8.0))
     (words,) = told(train)
     assert "Cause: optimizer state. The optimizer's state holds inf or NaN" in words

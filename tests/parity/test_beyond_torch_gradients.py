@@ -286,18 +286,8 @@ def test_float16_duplicates_are_added_before_they_are_judged(value: float, weigh
     assert (run.held, run.report.skipped) == ([weights], not any(weights))
 
 
-OVERLAPPING: dict[str, Callable[[], Any]] = {
-    "expanded": lambda: torch.full((3, 1), 16.0).expand(3, 2),
-    "expanded-from-one": lambda: torch.full((1,), 16.0).expand(3, 2),
-    "sliding": lambda: torch.full((4,), 16.0).as_strided((3, 2), (1, 1)),
-    "unfolded": lambda: torch.full((4,), 16.0).unfold(0, 2, 1),
-}
-"""Tensors of shape (3, 2) whose elements share memory."""
-
-
-@pytest.mark.parametrize("name", OVERLAPPING)
-def test_gradients_that_overlap_themselves_are_refused(name: str) -> None:
-    run = run_with(GradScaler, OVERLAPPING[name]())
+def test_gradients_that_overlap_themselves_are_refused() -> None:
+    run = run_with(GradScaler, torch.full((4,), 16.0).as_strided((3, 2), (1, 1)))
     with pytest.raises(InvalidValueError, match="overlaps itself"):
         run.scaler.unscale_(run.optimizer)
     with pytest.raises(GradscaleError):
