@@ -55,24 +55,6 @@ def computations(dask: Library) -> Iterator[Computations]:
         yield scheduler
 
 
-@pytest.mark.parametrize("policy", [DynamicScale(), DynamicScale(tolerance=0.3), DynamicScale(at_min="raise")])
-def test_dask_computes_nothing_in_the_functions_of_the_core(
-    dask: Library, computations: Computations, policy: DynamicScale
-) -> None:
-    loss, grads = dask.asarray(1.0), [dask.asarray([2.0, math.inf]), dask.asarray([1.0], "float16")]
-    state = policy.init(loss)
-    gradscale.scale([loss, *grads], state)
-    unscaled, nonfinite = gradscale.unscale(grads, state)
-    new = policy.update(state, nonfinite=nonfinite)
-    chosen = gradscale.select(nonfinite == 0, unscaled, grads)
-    policy.at_min_scale(new)
-    fingerprint = arithmetic.fingerprint(new)
-    assert computations.count == 0
-    assert dask.item(nonfinite) == 1
-    dask.assert_array(chosen[0], [2.0, math.inf])
-    assert dask.to_numpy(fingerprint)[0] == np.float32(dask.item(new.scale)).view(np.int32)
-
-
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])
 def test_the_scaler_computes_once_for_each_step_of_dask(
     dask: Library, computations: Computations, explicit: bool

@@ -291,6 +291,10 @@ def test_values_come_in_the_dtypes_of_out_and_in_out_where_it_can_be_written(arr
                 assert got["b"][0] is out["b"][0]
             else:
                 arrays.assert_array(out["w"], [0.0, 0.0], wanted)
+    if "float16" in arrays.halves:
+        # A quotient that float16 does not hold.
+        got, _ = unscale_out(arrays, [arrays.asarray([2.0**-14 + 2.0**-24], "float16")], [arrays.asarray([0.0])])
+        arrays.assert_array(got[0], [2.0**-17 + 2.0**-27])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")

@@ -94,8 +94,8 @@ RULES = {
     "patient": SkipSpikes(window=4, deviations=2.0, patience=2),
     "bound": SkipSpikes(window=4, above=3.0, patience=2),
 }
-# Equal values, one above and one below, a spike, another level, zeros, NaN and inf.
-VALUES = [1.0, 1.0, 1.0, 1.0, 1.5, 0.5, 9.0, 1.0, NAN, 1.5, 0.0, 0.0, 0.0, 0.0, INF, 0.0, 7.0, 8.0, 7.0, 8.0, 7.5, -INF]
+# Equal values, one above and one below, a spike, another level, zeros, NaN and inf, and a bound itself.
+VALUES = [*[1.0] * 4, 1.5, 0.5, 9.0, 1.0, NAN, 1.5, *[0.0] * 4, INF, 0.0, 7.0, 8.0, 7.0, 8.0, 7.5, -INF, 3.0]
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
