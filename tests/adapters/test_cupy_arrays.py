@@ -269,13 +269,6 @@ def test_threads_may_share_the_adapter(cupy: Any, cupy_backend: Any) -> None:
     sys.setswitchinterval(interval)
 
 
-def test_the_package_names_what_it_brings(cupy: Any) -> None:  # noqa: ARG001
-    import gradscale_cupy
-
-    assert set(gradscale_cupy.__all__) == {"CupyBackend", "NCCLGroupBackend", "backend"}
-    assert isinstance(gradscale_cupy.backend, gradscale_cupy.CupyBackend)
-
-
 def test_the_adapter_can_be_copied_and_pickled(cupy: Any, cupy_backend: Any) -> None:
     grads = [cupy.ones(3, dtype=np.float32)]
     for made in (cupy_backend, copy.deepcopy(cupy_backend), pickle.loads(pickle.dumps(cupy_backend))):
