@@ -35,6 +35,8 @@ def test_a_step_without_a_single_gradient_is_an_error(arrays: Library, grads: An
     optimizer.grads = grads
     if unscales:
         scaler.unscale_(optimizer)
+        with pytest.raises(CallOrderError, match="no optimizer was unscaled or stepped"):
+            scaler.update()
     with pytest.raises(
         CallOrderError, match=r"none of whose parameters has a gradient: they were zeroed after backward"
     ):

@@ -133,6 +133,10 @@ ROUND = 0.1  # one float32, and two float64 with the next number
 DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, ...]]] = {
     "swapped steps": (lambda trainer, is_odd: trainer.iterate((1, 0) if is_odd else (0, 1)), REORDERED),
     "swapped unscaling": (lambda trainer, is_odd: trainer.iterate((1, 0) if is_odd else (0, 1), True), REORDERED),
+    "one more": (
+        lambda trainer, is_odd: trainer.scaler.step(trainer.optimizer() if is_odd else trainer.optimizers[0]),
+        held("optimizer", 2, 0),
+    ),
     "step left out": (leave_out, held("steps made in the iterations before", 2, 3)),
     "diagnosis alone": (diagnosed, calls("diagnosis", "step")),
     "diagnosis of another": (
@@ -168,13 +172,14 @@ def agreeing(group: Any, library: str) -> Callable[[], Any]:
 
 
 def differ(group: Any, odd_rank: int, what: str, library: str) -> None:
-    """Do something differently on one rank; each is told of it by a ScaleDesyncError that names it."""
+    """Do something differently on one rank; each is told of it by a ScaleDesyncError that names it, and can go on."""
     rank, size = rank_and_size(group)
     is_odd = rank == odd_rank
     difference, told = DIFFERENCES[what]
     said = [text.format(odd_rank=odd_rank, another=int(odd_rank == 0)) for text in told]
     trainer = Trainer(group, library)
     trainer.iterate()
+    saved = trainer.scaler.state_dict()
     trainer.refill()
 
     def train() -> None:
@@ -186,6 +191,15 @@ def differ(group: Any, odd_rank: int, what: str, library: str) -> None:
     else:
         kinds: Any = (gradscale.InvalidTypeError, gradscale.InvalidValueError)
         raised(kinds, train)
+    # A checkpoint on every rank mends it, whatever each has counted since; torch's have no counts.
+    if what not in ("one more", "step left out"):
+        # Also a scaler that has not failed by itself.
+        trainer.scaler.set_group(group)
+    names = list(saved)[:5] if what == "step left out" else saved
+    trainer.scaler.load_state_dict({name: saved[name] for name in names})
+    trainer.optimizers = [*trainer.optimizers[:2], trainer.optimizer()]
+    trainer.iterate((1, 0, 2))
+    trainer.iterate((0, 2, 1))
 
 
 def swapped_scalers(group: Any, odd_rank: int, library: str) -> None:
