@@ -190,17 +190,21 @@ def test_clipping_changes_neither_the_count_of_an_overflow_nor_the_rank_that_has
     assert {one[2] for one in found} <= ({1} if arrays.name == "numpy" else {1, None})
 
 
-def test_a_norm_over_ranks_that_overflows_alone_is_an_overflow_of_every_rank() -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("bad_ranks", [[0], [1], [0, 1]], ids=str)
+def test_a_norm_that_overflows_alone_is_an_overflow_of_the_ranks_whose_parts_do(bad_ranks: list[int]) -> None:
     def train(group: Any) -> tuple[int, int, int | None]:
         scaler = ShardedGradScaler(group=group, init_scale=1.0)
         scaler.scale(np.float32(1.0))
-        optimizer = Tree([np.float32([3e38])])
+        # The norm of a part is too large if one rank has it, and only that of both if each has one.
+        part = [3e38] * (3 - len(bad_ranks)) if group.rank in bad_ranks else [1.0]
+        optimizer = Tree([np.float32(part)])
         scaler.unscale_(optimizer, max_norm=1.0, norm_over="group")
         scaler.step(optimizer)
         report = scaler.last_step(optimizer)
         return report.nonfinite, report.local_nonfinite, report.by
 
-    assert run_ranks(2, train) == [(1, 1, 0)] * 2
+    assert run_ranks(2, train) == [(1, int(rank in bad_ranks), bad_ranks[0]) for rank in range(2)]
 
 
 def test_the_sum_of_no_arrays_is_zero_and_that_of_subnormals_is_not(arrays: Library) -> None:

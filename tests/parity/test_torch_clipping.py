@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -279,3 +281,59 @@ def test_plain_gradients_over_a_group_are_clipped_as_the_refusal_says() -> None:
         return [[round(value, 5) for value in values] for values in run.held]
 
     assert run_ranks(2, rank) == [[[-1.0]], [[-1.0]]]
+
+
+class Mesh:
+    """What looks to the adapter like a mesh of threads, and like the group over its ranks."""
+
+    def __init__(self, place: int, held: list[Any], meeting: threading.Barrier) -> None:
+        self.mesh = torch.arange(len(held))
+        self._place, self._held, self._meeting = place, held, meeting
+
+    def get_coordinate(self) -> list[int]:
+        return [self._place]
+
+    def rank(self) -> int:
+        return self._place
+
+    def size(self) -> int:
+        return len(self._held)
+
+    def allreduce(self, tensors: list[Any], options: Any) -> Any:
+        self._held[self._place] = tensors[0].clone()
+        self._meeting.wait(20.0)
+        gathered = torch.stack(self._held)
+        self._meeting.wait(20.0)
+        tensors[0].copy_(gathered.sum(0) if options.reduceOp == torch.distributed.ReduceOp.SUM else gathered.amax(0))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def clipped_on(bad_rank: int | None, placement: Any) -> list[tuple[float, int, int]]:
+    """Return on two ranks the norm of DTensors that hold 3 and 4, or an infinity, and how many are not finite."""
+    held, meeting = [None] * 2, threading.Barrier(2)
+
+    def rank(group: ThreadCollectives) -> tuple[float, int, int]:
+        run = Small(GradScaler("cpu", init_scale=0.5), size=1)
+        run.give(math.inf if group.rank == bad_rank else 3.0 + group.rank)
+        run.parameter.device_mesh = run.parameter.grad.device_mesh = Mesh(group.rank, held, meeting)
+        run.parameter.grad.placements = (placement,)
+        norm = clip(run, 100.0).item()
+        finish(run)
+        return norm, run.report.nonfinite, run.report.local_nonfinite
+
+    return run_ranks(2, rank)
+
+
+def test_the_norm_of_dtensors_is_that_of_all_parts_and_of_one_copy() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    assert clipped_on(None, Shard(0)) == [(5.0, 0, 0)] * 2
+    # Which differ here to tell which of them counts.
+    assert clipped_on(None, Replicate()) == [(3.0, 0, 0)] * 2
+
+
+@pytest.mark.parametrize("bad_rank", range(2))
+def test_of_the_parts_of_a_norm_the_rank_is_told_whose_is_not_finite(bad_rank: int) -> None:
+    from torch.distributed.tensor import Shard
+
+    assert clipped_on(bad_rank, Shard(0)) == [(math.inf, 1, int(rank == bad_rank)) for rank in range(2)]
