@@ -107,6 +107,22 @@ def test_an_optimizer_of_a_device_that_makes_no_step_leaves_the_scale_and_is_no_
     assert run.scaler.counts() == {"taken": 2, "overflow": 1, "spike": 0, "refused": 1}
 
 
+@pytest.mark.parametrize("reason", ["refused", "spike"])
+def test_the_scale_stays_where_it_is_only_if_no_optimizer_steps(reason: str) -> None:
+    run = made("AdamW-fused", "cuda:0", skip=gradscale.SkipSpikes(of="loss", above=10.0) if reason == "spike" else None)
+    other = Small(run.scaler, "AdamW-fused", devices=["cuda:0"], capturable=True)
+    for bad, scale in (([run], 8.0), ([other], 16.0), ([run, other], 16.0)):
+        for one in (run, other):
+            loss = torch.full((), 99.0 if one in bad else 1.0, device="cuda:0")
+            one.parameter.grad = run.scaler.scale(torch.ones(2, device="cuda:0"), loss=loss)
+            if one in bad and reason == "refused":
+                run.scaler.refuse(one.optimizer)
+            run.scaler.step(one.optimizer)
+        run.scaler.update()
+        assert [one.report.reason for one in bad] == [reason] * len(bad)
+        assert run.scaler.get_scale() == scale
+
+
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
 def test_refusing_in_a_hook_of_the_step_is_an_error_and_changes_nothing(name: str) -> None:
     run = Small(GradScaler("cpu", init_scale=4.0), name)

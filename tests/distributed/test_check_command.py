@@ -9,13 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from axes import require
 from commands import ran
 from worlds import mpi_command, mpi_environment
+
+from gradscale import BackendError
+from gradscale.scaler import claim as claims
+from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.tier("all")
 
@@ -28,7 +34,6 @@ SAID = {
     "late": ("did not answer", "report in"),
     "hang": ("did not answer", "inf on rank 0"),
     "die": ("did not answer", "inf on rank 0"),
-    "desync": ("holds scale 2048.0 where 1024.0 is right", "clean step"),
     "verdict": ("stepped where every rank should have skipped", "inf on rank 0"),
     "version": ("has gradscale 0.0.0 (on purpose), and rank 0 has", "report in"),
 }
@@ -153,6 +158,97 @@ def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others() -> None:
     assert completed.returncode != 0
     assert "rank 0 of " in completed.stderr
     assert "has not come out of MPI_Init in 3 s: some rank has not come to it" in completed.stderr
+
+
+class World:
+    """Threads as the ranks of a check."""
+
+    device = "cpu"
+
+    def __init__(self, group: ThreadCollectives, reports: dict[Any, Any], wrap: Callable[[Any], Any]) -> None:
+        self.rank, self.size, self._group, self._reports, self._wrap = group.rank, group.size, group, reports, wrap
+
+    def join(self) -> Any:
+        return self._wrap(self._group)
+
+    def array(self, values: Any, dtype: str) -> Any:
+        return np.array(values, dtype)
+
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def put(self, number: int, report: Any) -> None:
+        self._reports[self.rank, number] = report
+
+    def get(self, rank: int, number: int) -> Any:
+        return self._reports.get((rank, number))
+
+
+class Faulty:
+    """Collectives whose every message fails, or that do not tell of other states of other ranks."""
+
+    def __init__(self, inner: Any, fails: bool) -> None:
+        self.rank, self.size, self._inner, self._fails = inner.rank, inner.size, inner, fails
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        if self._fails:
+            msg = "the network is down"
+            raise BackendError(msg)
+        finish = self._inner.start_max(x)
+        return lambda: np.concatenate([finish()[:5], x[5:]]) if len(x) == claims.LENGTH else finish()
+
+
+def checked(wrap: Callable[[Any], Any], **replaced: Any) -> dict[str, Any]:
+    """Return the page of rank 0 of two threads, with other work of theirs."""
+    ranks = importlib.import_module("gradscale.tools.cli.check_rank")
+    reports: dict[Any, Any] = {}
+
+    def run(group: ThreadCollectives) -> dict[str, Any]:
+        page: dict[str, Any] = {"stages": [], "latency": None}
+        type("Rank", (ranks.Rank,), replaced)(World(group, reports, wrap), 20.0, 2).run(page, lambda _: None)
+        return page
+
+    return run_ranks(2, run)[0]
+
+
+@pytest.mark.tier("quick")
+def test_all_that_is_tried_passes_and_the_late_rank_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("cli")
+    sleep, slept = time.sleep, []
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
+    page = checked(lambda group: group)
+    assert (page["ok"], page["problems"]) == (True, [])
+    assert [seconds for seconds in slept if seconds > 0.1] == [0.3]
+
+
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize(
+    ("fails", "stage", "problem"),
+    [
+        (True, "inf on rank 0", "the network is down"),
+        (False, "other scale on rank 0", "did not notice that rank 0 holds another scale"),
+    ],
+    ids=["fails", "deaf"],
+)
+def test_what_all_ranks_fail_at_is_a_problem_of_all(fails: bool, stage: str, problem: str) -> None:
+    require("cli")
+    page = checked(lambda group: Faulty(group, fails))
+    assert (page["ok"], page["stages"][-1]["name"]) == (False, stage)
+    assert [one["rank"] for one in page["problems"]] == [0, 1]
+    assert all(problem in one["problem"] for one in page["problems"])
+
+
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_rank_that_holds_another_scale_is_to_blame(faulty: int) -> None:
+    require("cli")
+    ranks = importlib.import_module("gradscale.tools.cli.check_rank")
+    page = checked(
+        lambda group: group,
+        clean_step=lambda self: ranks.Rank.clean_step(self, 2048.0 if self.world.rank == faulty else 1024.0),
+    )
+    assert (page["ok"], [one["rank"] for one in page["problems"]]) == (False, [faulty])
+    assert "holds scale 2048.0 where 1024.0 is right" in page["problems"][0]["problem"]
 
 
 @pytest.mark.tier("quick")

@@ -64,9 +64,6 @@ def put_in(kind: str, faulty: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().overflow(bad, value, delay=delay)
 
-        def clean_step(self, scale: float = check_rank.SCALE) -> Any:
-            return super().clean_step(2 * scale if self.has("desync") else scale)
-
     vars(check_rank).update(Rank=Rank)
 
 
