@@ -216,6 +216,7 @@ def test_an_abort_that_does_not_work_hides_no_error(
     assert raised.value.__notes__ == [said]
 
 
+@pytest.mark.tier("quick")
 def test_starting_waits_for_nothing_but_the_first_of_each_length(cupy: Any, adapter: Any) -> None:
     collectives, comm = alone(adapter, World(2))
     for length in (2, 2, 2, 3):
@@ -225,6 +226,7 @@ def test_starting_waits_for_nothing_but_the_first_of_each_length(cupy: Any, adap
     assert cupy.cuda.Event.queries == []
 
 
+@pytest.mark.tier("quick")
 def test_a_stream_of_each_thread_is_used_in_this_one(cupy: Any, adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_cupy.Stream, "ptr", 2)
     collectives, comm = alone(adapter, World(1))

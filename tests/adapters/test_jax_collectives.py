@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from axes_jax import COUNT, P, assert_one_reduction, gradscale_jax, jax, jnp, mesh, on_mesh
+from tiers import later
 
 from gradscale import (
     CallOrderError,
@@ -22,10 +23,11 @@ from gradscale import (
 pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 POLICY = DynamicScale()
+LATER = pytest.mark.tier("ranks")
 AXES = [
     pytest.param(("data",), (COUNT,), "data", id="one-axis"),
-    pytest.param(("data", "model"), (2, 2), ("data", "model"), id="two-axes"),
-    pytest.param(("data", "model"), (2, 2), ("model", "data"), id="two-axes-reversed"),
+    pytest.param(("data", "model"), (2, 2), ("data", "model"), id="two-axes", marks=LATER),
+    pytest.param(("data", "model"), (2, 2), ("model", "data"), id="two-axes-reversed", marks=LATER),
 ]
 
 
@@ -91,6 +93,7 @@ def test_an_axis_that_is_not_mapped_is_refused() -> None:
         on_devices(lambda _: gradscale_jax.AxisCollectives("other").size, np.zeros((COUNT, 1)))
 
 
+@pytest.mark.tier("quick")
 @pytest.mark.parametrize(("names", "shape", "axis_name"), AXES)
 def test_an_overflow_on_each_rank_in_turn_is_agreed_and_else_a_spike_unless_one_has_drifted(
     names: Any, shape: Any, axis_name: Any
@@ -126,7 +129,8 @@ def test_a_spike_that_is_not_one_value_is_refused(spike: Any) -> None:
         assert bool(gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, spike=one).spike)
 
 
-@pytest.mark.parametrize("field", ScaleState._fields)
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("field", ["scale", *later("ranks", *ScaleState._fields[1:])])
 def test_a_rank_that_has_drifted_is_found_on_every_rank(field: str) -> None:
     policy = DynamicScale(init_scale=4.0, growth_interval=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import diagnosis_scenarios as scenarios
@@ -86,11 +87,13 @@ def test_groups_of_a_grid_are_gathered_in_turn(bad_rank: int) -> None:
         scaler = gradscale.ShardedGradScaler(group=groups(collectives.rank))
         scaler.scale(np.float32(1.0))
         value = np.inf if collectives.rank == bad_rank else collectives.rank + 1.0
-        return scaler.diagnose(SGD([np.full(2, value, np.float32)]), gather=True)
+        # One more than are listed of each rank.
+        return scaler.diagnose(SGD([np.full(2, value, np.float32) for _ in range(1025)]), gather=True)
 
     reports = run_ranks(4, train)
     assert all(report == reports[0] for report in reports)
     coordinates = [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert sorted(entry.rank for entry in reports[0].entries) == sorted(coordinates)
+    assert collections.Counter(entry.rank for entry in reports[0].entries) == dict.fromkeys(coordinates, 1024)
+    assert (reports[0].omitted_nonfinite, reports[0].omitted_finite) == (1, 3)
     assert reports[0].entries[0].rank == coordinates[bad_rank]
     assert "/".join(map(str, coordinates[bad_rank])) in str(reports[0])

@@ -393,18 +393,23 @@ def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(nam
         assert_same([losses, run.parameter], [expected, plain.parameter])
 
 
-def test_a_scaler_without_a_group_goes_on_in_a_second_world() -> None:
+@pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
+def test_a_scaler_without_a_group_goes_on_in_a_second_world(kind: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler = kind("cpu", init_scale=4.0)
     for _ in range(2):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         try:
+            world = torch.distributed.group.WORLD
             parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]))
             optimizer = torch.optim.SGD([parameter], lr=0.5)
             scaler.scale(parameter.sum().full_tensor()).backward()
+            before = world._get_sequence_number_for_group()
             scaler.step(optimizer)
+            # A group of the world before would answer, too.
+            assert world._get_sequence_number_for_group() > before
             scaler.update()
         finally:
             torch.distributed.destroy_process_group()
