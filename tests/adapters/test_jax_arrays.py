@@ -11,9 +11,11 @@ import pytest
 from axes_jax import COUNT, gradscale_jax, jax, jnp, on_mesh, x64_mode
 from libraries import opened
 from optimizers import Tree
+from tiers import later
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, registry
+from gradscale.core.backend import Backend
 from gradscale.core.summaries import Summary
 
 pytestmark = pytest.mark.jax
@@ -139,13 +141,13 @@ def test_gradients_on_several_devices_are_counted_together() -> None:
         assert int(nonfinite) == COUNT
 
 
-LARGE = [2.0**125, 2.0**126, 2.0**127, 1e38, 3.3e38, 9e37]
+LARGE = [2.0**125, 2.0**126, 1e38, 3.3e38, 9e37]
 
 
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("scale", [2.0**-126, 1e-37, 3.0, 2.0**16, *LARGE])
-@pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("how", ["eager", "jit", "closed-over"])
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("scale", [2.0**127, *later("ranks", 2.0**-126, 1e-37, 3.0, 2.0**16, *LARGE)])
+@pytest.mark.parametrize("count", [1, *later("ranks", 2, 5)])
+@pytest.mark.parametrize("how", ["closed-over", "pure core", *later("ranks", "eager", "jit")])
 def test_no_scale_makes_gradients_vanish(scale: float, count: int, how: str) -> None:
     state = gradscale.StaticScale(scale).init(jnp.zeros(()))
     stored = float(state.scale)
@@ -155,6 +157,7 @@ def test_no_scale_makes_gradients_vanish(scale: float, count: int, how: str) -> 
         "eager": lambda grads: gradscale.unscale(grads, state),
         "jit": lambda grads: jax.jit(gradscale.unscale)(grads, state),
         "closed-over": jax.jit(lambda grads: gradscale.unscale(grads, state)),
+        "pure core": lambda grads: jax.jit(Backend().unscale)(grads, state),
     }[how]
     for dtype in (np.float32, np.complex64):
         grads = [jnp.asarray(values.astype(dtype)) for _ in range(count)]

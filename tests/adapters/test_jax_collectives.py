@@ -17,6 +17,7 @@ from gradscale import (
     InvalidValueError,
     ScaleDesyncError,
     ScaleState,
+    SkipSpikes,
     StaticScale,
 )
 
@@ -130,13 +131,17 @@ def test_a_spike_that_is_not_one_value_is_refused(spike: Any) -> None:
 
 
 @pytest.mark.tier("quick")
+@pytest.mark.parametrize("skip", [None, SkipSpikes(of="loss")], ids=["", "with-spikes"])
 @pytest.mark.parametrize("field", ["scale", *later("ranks", *ScaleState._fields[1:])])
-def test_a_rank_that_has_drifted_is_found_on_every_rank(field: str) -> None:
+def test_a_rank_that_has_drifted_is_found_on_every_rank(field: str, skip: SkipSpikes | None) -> None:
     policy = DynamicScale(init_scale=4.0, growth_interval=1)
+    differentiate = gradscale_jax.value_and_grad(lambda w: w.sum(), policy, axis_name="data", skip=skip)
+    first: Any = differentiate.init(jnp.ones(2))
 
     def step(state: ScaleState, w: Any) -> Any:
-        scaled = gradscale_jax.value_and_grad(lambda w: w.sum(), policy, axis_name="data")(state, w)
-        return scaled.verdict, scaled.state, scaled.verdict.finite
+        scaled = differentiate(state if skip is None else first._replace(scale_state=state), w)
+        after: Any = scaled.state
+        return scaled.verdict, after if skip is None else after.scale_state, scaled.verdict.finite
 
     weights = np.ones((COUNT, 2), dtype=np.float32)
     for drifting_rank in (None, *range(COUNT)):
