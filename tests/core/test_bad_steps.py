@@ -464,6 +464,15 @@ def test_saved_windows_of_losses_are_not_taken_for_those_of_norms() -> None:
     assert len(window["norm"]["values"]) == 1
 
 
+def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values() -> None:
+    saved = trained(policy=ONE)[0].state_dict()
+    saved["spikes"][0]["loss"]["values"] = [1.0, 2.0, 3.0, 4.0, 5.0]
+    scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=gradscale.SkipSpikes(window=4, of="loss")), Optimizer()
+    scaler.load_state_dict(saved)
+    iterate(scaler, optimizer, 6.0)
+    assert scaler.state_dict()["spikes"][0]["loss"]["values"] == [3.0, 4.0, 5.0, 6.0]
+
+
 def test_what_is_unscaled_and_not_stepped_is_not_learned() -> None:
     scaler, optimizer = trained(policy=ONE, skip=gradscale.SkipSpikes(window=8))
     other = Optimizer()

@@ -119,6 +119,9 @@ def test_other_optimizers_of_the_iteration_unscale_with_the_scale_of_their_loss(
     before, after = Tree(), Tree()
     factor = scaler.scale(arrays.asarray(1.0))
     before.grads, after.grads = ([arrays.asarray([5.0]) * factor] for _ in range(2))
+    # One that fails before it scales does not hide that their loss is scaled.
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer, lambda: 1 / 0)
     scaler.unscale_(before)
     closure, _ = closure_of(arrays, scaler, optimizer, ABOVE)
     scaler.step(optimizer, closure)
