@@ -15,24 +15,23 @@ pytestmark = pytest.mark.numpy
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    typer = require("cli")
+    require("cli")
     from typer.testing import CliRunner
 
-    from gradscale.tools.cli.simulate import simulate
+    from gradscale.tools.cli.app import app
 
-    app = typer.Typer()
-    app.command()(simulate)
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
-    return result.exit_code, result.output
+    result = CliRunner().invoke(app, ["simulate", *arguments], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+    # An error of ours is told by app.run.
+    return result.exit_code, result.output if result.exit_code in (0, 2) else str(result.exception)
 
 
 def test_presets_are_compared_over_a_log(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text("".join(f'{{"skipped": {value}}}\n' for value in ("true", "false", "true")))
-    code, output = run("--preset", "torch:init_scale=2**4", "--preset", "megatron", "--json", str(path))
+    code, output = run("--preset", "torch:init_scale=16", "--preset", "megatron", "--json", str(path))
     assert code == 0
     assert [(row["name"], row["skipped"]) for row in json.loads(output)] == [
-        ("torch:init_scale=2**4", 2),
+        ("torch:init_scale=16", 2),
         ("megatron", 2),
     ]
     assert json.loads(output)[0]["final_scale"] == 4.0
@@ -51,21 +50,17 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
     [
         (["CCX"], "'X' at position 3"),
         ([" "], "' ' is neither a file nor steps: a trace must hold at least one step"),
-        ([], "TRACE: give a log such as scale.jsonl, or steps such as CCOC"),
         (["--preset", "megatorn", "C"], "megatron"),
         (["--preset", "torch:hysteresis=3", "C"], "hysteresis"),
-        (["--preset", "torch:3", "C"], "NAME=VALUE"),
-        (["--preset", "torch:init_scale=1,init_scale=2", "C"], "init_scale is given twice"),
-        (["none.jsonl"], "No such file"),
+        (["--preset", "torch:3", "C"], "has no setting 3"),
+        (["--preset", "torch:init_scale=large", "C"], "init_scale must be"),
+        (["none.jsonl"], "'none.jsonl' is neither a file nor steps"),
         (["none.log"], "'none.log' is neither a file nor steps"),
-        (["../other.jsonl"], "in line 1 of '../other.jsonl' the keys ['a']"),
+        (["../other.jsonl"], "without a 'magnitude', in line 1 must be True or False, got None"),
         (["CO" * 2000 + "X"], "'X' at position 4001"),
-        (["--preset", "torch:init_scale=9**999999999", "C"], "init_scale"),
-        (["--preset", "torch:init_scale=2.0**-99999", "C"], "init_scale"),
         (["C", "--plot", "none/x.png"], "the plot cannot be written, got 'none/x.png'"),
         (["C", "--plot", "x.txt"], "must be a kind of file"),
         (["../log.jsonl"], "line 2 of"),
-        (["/dev/zero"], "the log must be a file or a pipe, got '/dev/zero', a device"),
     ],
 )
 def test_bad_input_is_one_clear_error(
@@ -90,11 +85,10 @@ def test_steps_that_are_too_many_for_the_name_of_a_file_are_steps() -> None:
 
 HUGE = f"1{'0' * 400}"
 LOGS = {
-    "beyond-every-float": ([(HUGE, HUGE, True), (2.0, HUGE, True), (0, 0, True)], 2),
+    "beyond-every-float": ([(HUGE, HUGE, True), (2.0, HUGE, True), (1.0, 0, False)], 2),
     # As on_skip= and diagnose="on_overflow" write them: the inf beside these finite magnitudes is what overflowed.
     "skips-whose-magnitude-fits": ([(65536.0, 0.0625, True)] * 4, 4),
     "skips-whose-magnitude-does-not-fit": ([(2.0**20, 0.0625, True)] * 4, 0),
-    # One skip that its magnitude does not explain makes all skips those of the log.
     "a-clean-step-between": ([(65536.0, 0.0625, skipped) for skipped in (True, False, True)], 2),
 }
 
@@ -129,32 +123,19 @@ def test_a_step_that_moves_no_scale_is_no_overflow(reason: str, magnitude: str, 
     assert (row["skipped"], row["final_scale"]) == (0, 2.0**17)
 
 
-@pytest.mark.parametrize("width", [60, 200])
-def test_no_number_is_broken_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    require("cli")
-    from rich.console import Console
-
-    monkeypatch.setattr("gradscale.tools.cli.simulate.console", lambda: Console(width=width))
+def test_presets_are_rows_side_by_side() -> None:
     code, output = run("-p", "torch", "-p", "megatron:hysteresis=3", "COC")
     assert code == 0
-    lines = output.splitlines()
-    assert all(len(line) <= width for line in lines)
-    assert any("megatron:hysteresis=3" in line for line in lines)
-    assert any("4294967296" in line for line in lines)
-    assert "so every preset skips the same ones" in " ".join(output.split())
+    assert [line.split()[0] for line in output.splitlines() if "1 of 3 (33.3 %)" in line] == [
+        "torch",
+        "megatron:hysteresis=3",
+    ]
 
 
 def test_a_run_that_a_policy_ends_says_where() -> None:
     code, output = run("-p", "apex:min_scale=65536", "-p", "fairseq:min_scale=65536", "COC")
     assert code == 0
-    assert "2 (stopped early)" in output
-    assert "error in step" in output
-
-
-def test_a_power_is_a_number_of_its_kind() -> None:
-    code, output = run("--preset", "torch:growth_interval=2**2", "--json", "C" * 4)
-    assert code == 0
-    assert json.loads(output)[0]["final_scale"] == 2.0**17
+    assert "1 of 2 (50 %), then an error in step 2" in output
 
 
 def test_a_dash_is_the_log_on_stdin() -> None:
