@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,6 @@ SAID = {
     "hang": ("did not answer", "inf on rank 0"),
     "die": ("did not answer", "inf on rank 0"),
     "verdict": ("stepped where every rank should have skipped", "inf on rank 0"),
-    "version": ("has gradscale 0.0.0 (on purpose), and rank 0 has", "report in"),
 }
 # These make the others wait.
 WAITING = ("late", "hang", "die")
@@ -89,7 +89,7 @@ def check_failed(completed: subprocess.CompletedProcess[str], kind: str, rank: i
     assert f"gradscale: check: rank {rank}: " in completed.stderr
     if kind == "die":
         assert f"rank {rank} of {page['size']} (" in completed.stderr
-        assert "was killed by SIGKILL, in: inf on rank 0" in completed.stderr
+        assert "ended with exit code -9, in: inf on rank 0" in completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -107,22 +107,19 @@ def test_ranks_pass(group: str, size: int) -> None:
     assert (page["ok"], page["group"], page["size"], page["problems"]) == (True, group, size, [])
     assert [rank["rank"] for rank in page["ranks"]] == list(range(size))
     assert len({rank["pid"] for rank in page["ranks"]}) == size
-    wanted = [f"{value} on rank {rank}" for rank in range(size) for value in ("inf", "nan")]
-    wanted += ["clean step", *(f"other scale on rank {rank}" for rank in range(size)), f"late rank {size - 1}"]
+    wanted = [f"{value} on rank {rank}" for value in ("inf", "nan") for rank in range(size)]
+    wanted += ["clean step", *(f"other scale on rank {rank}" for rank in range(size)), "late inf"]
     assert [stage["name"] for stage in page["stages"]] == ["report in", "make the group", *wanted, "latency"]
     assert all(stage["ok"] for stage in page["stages"])
-    assert 0 < page["latency"]["median_us"] <= page["latency"]["p95_us"]
-    assert page["latency"]["calls"] == 200
-    assert any("share the" in note for note in page["notes"]) == (size > page["ranks"][0]["cores"])
+    assert page["latency_us"] > 0
 
 
 @mpi
 def test_the_page_is_printed_once_and_nothing_else_is() -> None:
     completed = launched("mpi", 2, "--group", "mpi", "--timeout", "30")
     assert completed.returncode == 0, completed.stderr
-    assert completed.stderr.count("gradscale check: starting 2 ranks over MPI, with up to 30 s for each stage") == 1
-    assert completed.stdout.count("gradscale check, 2 ranks over MPI: passed") == 1
-    assert completed.stdout.count("latency of one agreement") == 1
+    assert completed.stdout.count("gradscale check over mpi, size 2: passed") == 1
+    assert completed.stdout.count("inf on each rank") == 1
     assert "one agreement takes" in completed.stdout
     assert "gradscale:" not in completed.stderr
 
@@ -134,11 +131,6 @@ def test_a_fault_under_mpiexec_ends_every_rank_and_names_the_one(size: int, kind
     # supervisor before the others name the one that it waits for.
     limit = "7" if kind in WAITING else "150"
     completed = launched("mpi", size, "--json", "--timeout", limit, fault=f"{kind}:{rank}")
-    if (kind, rank) == ("version", 0):
-        # Rank 0's is the one that the others are compared with.
-        assert [problem["rank"] for problem in page_of(completed)["problems"]] == [1]
-        assert completed.returncode != 0
-        return
     check_failed(completed, kind, rank)
 
 
@@ -156,8 +148,8 @@ def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others() -> None:
     absent = [sys.executable, "-c", "import time; time.sleep(60)"]
     completed = run(mpiexec, "-n", "1", *command, ":", "-n", "1", *absent)
     assert completed.returncode != 0
-    assert "rank 0 of " in completed.stderr
-    assert "has not come out of MPI_Init in 3 s: some rank has not come to it" in completed.stderr
+    said = r"a rank \(.*, process \d+\) did not answer within 3 s, in: waiting for all ranks to start: one is missing"
+    assert re.search(said, completed.stderr)
 
 
 class World:
@@ -252,23 +244,13 @@ def test_a_rank_that_holds_another_scale_is_to_blame(faulty: int) -> None:
 
 
 @pytest.mark.tier("quick")
-@pytest.mark.parametrize("versions", [["2.0", "2.0"], ["2.0", "2.1"], ["2.0", None]], ids=["one", "two", "missing"])
-def test_versions_that_differ_are_noted_in_the_page(
-    capsys: pytest.CaptureFixture[str], versions: list[str | None]
-) -> None:
+def test_the_versions_of_all_ranks_are_in_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     require("cli")
-    module = importlib.import_module("gradscale.tools.cli.check")
-    reported: list[dict[str, Any]] = [
-        {"host": "here", "cores": 2, "versions": {} if version is None else {"numpy": version}} for version in versions
-    ]
-    page: dict[str, Any] = {"size": 2, "ranks": reported, "problems": []}
-
-    module.show(page, as_json=True)
-    shown = json.loads(capsys.readouterr().out)
-    notes = shown.pop("notes")
-    assert shown == page
-    listed = ", ".join(sorted(version or "none" for version in versions))
-    assert notes == ([] if versions == ["2.0"] * 2 else [f"the ranks have different versions of numpy: {listed}"])
+    numbers: list[dict[str, str]] = [{"numpy": "2.1"}, {"numpy": "2.0"}, {}, {"numpy": "2.1"}]
+    ranks = [{"rank": i, "host": "here", "pid": 7, "device": "cpu", "versions": each} for i, each in enumerate(numbers)]
+    page: dict[str, Any] = {"ok": True, "size": 4, "group": "mpi", "ranks": ranks, "stages": [], "latency_us": None}
+    importlib.import_module("gradscale.tools.cli.check").show(page, as_json=False)
+    assert "numpy 2.0 and 2.1 and none" in capsys.readouterr().out
 
 
 @mpi
@@ -276,13 +258,12 @@ def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_
     require("mpi")
     completed = check("--group", "mpi")
     assert completed.returncode == 0, completed.stderr
-    assert "1 rank over MPI: nothing to compare" in completed.stdout
-    assert "1 rank proves nothing about agreement" in completed.stdout
+    assert "gradscale check over mpi, size 1: nothing to compare, start several ranks" in completed.stdout
     # As under the mpiexec of another MPI than the one of mpi4py.
     completed = check("--group", "mpi", "--json", OMPI_COMM_WORLD_SIZE="4")
     assert completed.returncode == 1
     (problem,) = page_of(completed)["problems"]
-    assert problem["problem"].startswith("4 processes were started, and each is alone in its group: for MPI take the")
+    assert problem["problem"].startswith("4 processes were started, and each is alone in its group: take the mpiexec")
 
 
 @mpi
@@ -304,9 +285,8 @@ def test_a_store_that_is_not_there_is_an_error_within_the_timeout() -> None:
     require("torch")
     completed = check("--timeout", "1", RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="9")
     assert completed.returncode == 1
-    assert "gradscale: check: rank 1 of 2 (" in completed.stderr
     # Torch tries again and gives up, or the command's own watch is the first to see that it takes too long.
-    said = ("cannot join the group over torch: ", "has not come out of the connection to the store in 3 s: some rank")
+    said = ("cannot join the group over torch: ", "did not answer within 3 s, in: waiting for all ranks to start")
     assert any(text in completed.stderr for text in said), completed.stderr
 
 
@@ -321,9 +301,9 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--group", "mpi", "--timeout", "0"), "--timeout': must be from 0.1 to 1000000 seconds, got 0"),
-        (("--group", "nccl"), "--group': must be mpi or torch, got 'nccl'; with CUDA devices torch uses NCCL"),
-        ((), "give --group mpi or --group torch: neither mpiexec nor torchrun has started this process. Start it with"),
+        (("--group", "mpi", "--timeout", "0"), "Invalid value for '--timeout'"),
+        (("--group", "nccl"), "Invalid value for '--group'"),
+        ((), "neither mpiexec nor torchrun has started this process: start it with"),
         ((), "mpiexec -n 4 python -m gradscale check --group mpi"),
         ((), "torchrun --nproc-per-node 2 -m gradscale check --group torch"),
     ],
@@ -339,7 +319,7 @@ def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -
 @mpi
 @pytest.mark.tier("ranks")
 @pytest.mark.usefixtures("_no_launcher")
-def test_a_rank_under_bare_srun_that_dies_before_it_joins_says_who_it_is(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_it_joins_says_who_it_is(tmp_path: Path) -> None:
     require("mpi")
     require("cli")
     kill = f"os.kill(os.getpid(), {signal.SIGKILL:d})"
@@ -348,7 +328,7 @@ def test_a_rank_under_bare_srun_that_dies_before_it_joins_says_who_it_is(tmp_pat
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "gradscale", "check", "--group", "mpi"]
-    completed = ran(*command, **ENVIRONMENT, SLURM_PROCID="2", SLURM_STEP_NUM_TASKS="4", PYTHONPATH=path)
+    completed = ran(*command, **ENVIRONMENT, PYTHONPATH=path)
     assert completed.returncode == 1, completed.stderr
-    assert "rank 2 of 4 (" in completed.stderr
-    assert "was killed by SIGKILL" in completed.stderr
+    said = r"a rank \(.*, process \d+\) did not answer: it ended with exit code -9, in: its start"
+    assert re.search(said, completed.stderr)

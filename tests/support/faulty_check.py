@@ -48,8 +48,7 @@ def put_in(kind: str, faulty: int) -> None:
         def report_in(self) -> Any:
             if self.has("late"):
                 time.sleep(FOR_EVER)
-            report = super().report_in()
-            return report | {"gradscale": "0.0.0 (on purpose)"} if self.has("version") else report
+            return super().report_in()
 
         def join(self) -> Any:
             report = super().join()

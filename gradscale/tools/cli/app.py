@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -16,10 +15,7 @@ from gradscale.tools.cli.doctor import doctor
 from gradscale.tools.cli.output import error_line
 from gradscale.tools.cli.simulate import simulate
 
-_INTERRUPTED = 130
-
 app = typer.Typer(
-    name="gradscale",
     help="Dynamic gradient scaling: check the installation or a group of ranks, simulate policies.",
     epilog="Examples: gradscale doctor · mpiexec -n 4 python -m gradscale check --group mpi · gradscale simulate CCOC",
     no_args_is_help=True,
@@ -32,7 +28,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"gradscale {gradscale.__version__}", flush=True)
+        print(f"gradscale {gradscale.__version__}")
         raise typer.Exit
 
 
@@ -58,15 +54,6 @@ def run(arguments: list[str] | None = None) -> None:
     """Run the command line, with these arguments in place of those of the process, and exit."""
     try:
         app(args=arguments, prog_name="gradscale")
-    except (GradscaleError, OSError) as error:
+    except GradscaleError as error:
         error_line(" ".join(str(error).split()))
-        if not isinstance(error, GradscaleError):
-            # Python would write the rest at its end, and fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (KeyboardInterrupt, SystemExit) as ending:
-        # typer's answer to Ctrl-C is this exit code alone.
-        code = getattr(ending, "code", _INTERRUPTED)
-        if code == _INTERRUPTED:
-            error_line("interrupted")
-        sys.exit(code)
