@@ -67,7 +67,7 @@ def test_a_format_is_recognised_by_its_keys_and_translated(name: str) -> None:
         assert set(loaded.missing) == loaded.assumed.keys() == missing
         assert all(f"{setting} = {value}" in str(loaded) for setting, value in loaded.assumed.items())
         assert f"scale {scale!r}" in str(loaded)
-        assert ("nothing was assumed" in str(loaded)) is (not missing)
+        assert ("assumed" in str(loaded)) is bool(missing)
     assert state == before
 
 
@@ -103,7 +103,7 @@ def test_what_is_given_is_not_assumed() -> None:
     assert (loaded.policy.growth_interval, loaded.policy.hysteresis) == (500, 4)  # type: ignore[attr-defined]
     assert loaded.state_dict["_overflow_tracker"] == 3
     assert set(loaded.assumed) == {"growth_factor", "backoff_factor", "min_scale"}
-    assert "given by the caller: growth_interval, hysteresis" in str(loaded)
+    assert "growth_interval =" not in str(loaded)
 
 
 def test_a_hysteresis_is_assumed_that_the_tracker_allows() -> None:
@@ -135,7 +135,7 @@ def test_one_of_several_losses_is_chosen_by_its_number() -> None:
 # What is refused.
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "empty": ({}, {}, "empty.*StaticScale.*--loss-scale"),
+    "empty": ({}, {}, r"no known format, got the keys \[\]"),
     "own": (GradScaler().state_dict(), {}, "gradscale's own.*load_state_dict"),
     "deepspeed-short": (COUNTED, {"format": "deepspeed"}, r"deepspeed state is cut short.*cur_hysteresis"),
     "torch-short": ({"scale": 1.0, "growth_factor": 2.0}, {}, r"got the keys \['growth_factor',.*_growth_tracker;"),
@@ -146,22 +146,26 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "jmp-short": ({"loss_scale": 2.0, "period": 3, "factor": 2}, {}, "no known format.*jmp: loss_scale, counter$"),
     "apex-short": ({"loss_scaler0": {"loss_scale": 2.0}}, {}, "apex state is cut short.*loss_scale, unskipped"),
-    "below-its-own-minimum": (DEEPSPEED | {"cur_scale": 0.5}, {}, "cur_scale 0.5 does not go with.*max_scale=None$"),
+    "below-its-own-minimum": (DEEPSPEED | {"cur_scale": 0.5}, {}, "deepspeed state cannot be read: .*min_scale=1.0"),
     "two-formats": (MEGATRON | {"fin_steps": 3}, {}, "no known format.*name|several formats"),
-    "several-losses": (SEVERAL, {}, "3 loss scalers, loss_scaler0, loss_scaler1, loss_scaler2, got loss_id=None"),
-    "no-such-loss": (SEVERAL, {"loss_id": 3}, "got loss_id=3"),
+    "several-losses": (
+        SEVERAL,
+        {},
+        "loss_id= must be.*got None and loss_scaler0, loss_scaler1, loss_scaler2; load each",
+    ),
+    "no-such-loss": (SEVERAL, {"loss_id": 3}, "loss_id= must be.*got 3"),
+    "no-losses": (MEGATRON, {"loss_id": 1}, "loss_id= must be.*got 1 and a state without any"),
     "nested": ({"MixedPrecision": TORCH, "epoch": 3}, {}, r"no known format.*'MixedPrecision'.*pass the part"),
     "nan": (TORCH | {"scale": float("nan")}, {}, "torch state cannot be read: scale .*nan"),
     "zero": (KERAS | {"dynamic_scale": 0.0}, {}, "keras state cannot be read: dynamic_scale .*0.0"),
     "boolean": (MEGATRON | {"growth_tracker": True}, {}, "growth_tracker .*True"),
     "negative-count": (JMP | {"counter": -1}, {}, "jmp state cannot be read: counter .*-1"),
     "factor": (JMP | {"factor": 1}, {}, "jmp state cannot be read: factor .*got 1"),
-    "hysteresis": (DEEPSPEED | {"cur_hysteresis": 0}, {}, "cur_hysteresis .*got 0"),
-    "more-left-than-there-are": (DEEPSPEED | {"cur_hysteresis": 3}, {}, "cur_hysteresis .*got 3 and 2"),
+    "more-left-than-there-are": (DEEPSPEED | {"cur_hysteresis": 3}, {}, "cur_hysteresis .*at most 2, got 3"),
     "overflow-to-come": (DEEPSPEED | {"last_overflow_iter": 10}, {}, "last_overflow_iter .*got 10"),
     "flag": (DEEPSPEED | {"consecutive_hysteresis": 1}, {}, "consecutive_hysteresis .*got 1"),
     "static-apex": ({"loss_scale": 2.0, "unskipped": 2001}, {}, "unskipped .*2001 and 2000.*growth_interval="),
-    "below-the-assumed-minimum": (MEGATRON | {"scale": 0.5}, {}, "scale 0.5 does not go with.*min_scale=1.0"),
+    "below-the-assumed-minimum": (MEGATRON | {"scale": 0.5}, {}, "megatron state cannot be read: .*min_scale=1.0"),
 }
 
 
@@ -174,11 +178,10 @@ def test_what_cannot_be_read_is_refused_saying_why(name: str) -> None:
 
 def test_a_wrong_argument_is_named_with_the_nearest() -> None:
     for state, settings, message in (
-        (MEGATRON, {"format": "megatorn"}, "format must be one of.*got 'megatorn'; did you mean 'megatron'"),
+        (MEGATRON, {"format": "megatorn"}, "format must be one of.*got 'megatorn'"),
         (MEGATRON, {"growth_intervall": 4}, "got growth_intervall=4.*did you mean 'growth_interval'"),
-        (MEGATRON, {"init_scale": 4.0}, "has no setting 'init_scale'"),
-        (MEGATRON, {"loss_id": 1}, "loss_id= chooses among apex's"),
-        (TORCH, {"growth_interval": 4}, "says growth_interval itself, got growth_interval=4; leave it out"),
+        (MEGATRON, {"init_scale": 4.0}, "leaves out growth_factor, .*got init_scale=4.0"),
+        (TORCH, {"growth_interval": 4}, "this torch state leaves out no setting, got growth_interval=4"),
     ):
         with pytest.raises(InvalidValueError, match=message) as caught:
             load_foreign_state(state, **settings)
