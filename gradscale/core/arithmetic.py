@@ -1,8 +1,9 @@
 """Arithmetic on arrays, without trees: unscale, clip and fingerprint, as every adapter must have them.
 
 Written against the Python array API standard. It casts explicitly, because libraries promote half precision
-differently, and reads nothing from the device, so that it runs under a tracing compiler. ``STANDARD_FUNCTIONS`` (with
-``device=`` for those that make arrays), ``STANDARD_DTYPES`` and ``STANDARD_MEMBERS`` list what the core needs.
+differently, and reads nothing from the device, so that it runs under a tracing compiler. ``STANDARD_FUNCTIONS``,
+``STANDARD_DTYPES`` and ``STANDARD_MEMBERS`` list what the core needs. Functions that make arrays are given ``device=``
+where arrays have a device.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import array_namespace, to_device
 
 from gradscale.core import validation
+from gradscale.core.devices import device, on
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace, ScaleState
 from gradscale.errors import InvalidValueError
@@ -46,7 +48,8 @@ CLIPPING_FUNCTIONS = ("imag", "sqrt", "sum")
 """Names that clipping needs of a library besides."""
 # float64 only on devices whose __array_namespace_info__ has it.
 STANDARD_DTYPES = ("float32", "float64", "int32")
-# Of an array; to_device only where arrays are on several, and the conversion to int only for the host read.
+# Of an array; device if its library knows of devices, to_device only where arrays are on several, and the conversion to
+# int only for the host read.
 STANDARD_MEMBERS = (
     *("dtype", "shape", "device", "to_device"),
     *("__add__", "__sub__", "__mul__", "__truediv__", "__neg__", "__lt__", "__le__", "__eq__", "__ge__", "__ne__"),
@@ -139,7 +142,7 @@ def unscale_arrays(
     check_real_dtype(state.scale, dtype)
     home = device(state.scale)
     first, second = map(replicas, inverse_factors(state.scale))
-    nonfinite = state_xp.zeros((), dtype=state_xp.int32, device=home)
+    nonfinite = state_xp.zeros((), dtype=state_xp.int32, **on(home))
     unscaled = []
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
     for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
@@ -154,7 +157,7 @@ def unscale_arrays(
 def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
     """Return the sum of the squares of all elements on the device of ``like``, in float64 if it has that."""
     xp, home = array_namespace(like), device(like)
-    total = xp.zeros((), dtype=_widest(xp, home), device=home)
+    total = xp.zeros((), dtype=_widest(xp, home), **on(home))
     for x in arrays:
         parts = (xp.real(x), xp.imag(x)) if kind_of(x) is Kind.COMPLEX else (x,)
         for part in parts:
@@ -281,7 +284,7 @@ def significand_and_exponent(x: Array) -> tuple[Array, Array]:
         # Longer types have powers of two that no Python float holds.
         grow.append(grow[-1] * grow[-1])
         shrink.append(shrink[-1] * shrink[-1])
-    zero = xp.zeros((), dtype=xp.int32, device=device(x))
+    zero = xp.zeros((), dtype=xp.int32, **on(device(x)))
     exponent = zero
     for k in reversed(range(steps)):
         large = x >= grow[k]
@@ -319,15 +322,10 @@ def lacks(like: Array) -> dict[str, list[str]]:
             # A library that is set to an older standard, and says so where it is called.
             functions.append("__array_namespace_info__")
     dtypes = [name for name in STANDARD_DTYPES if name != "float64" and not hasattr(xp, name)]
-    # array_api_compat knows what some libraries have in place of these.
     members = [name for name in STANDARD_MEMBERS if name not in ("device", "to_device") and not hasattr(like, name)]
     if "__int__" in members and (hasattr(like, "compute") or hasattr(like, "tolist")):
         # Backend.read gets the values otherwise.
         members.remove("__int__")
-    try:
-        device(like)
-    except AttributeError:
-        members.append("device")
     found = {"functions": functions, "dtypes": dtypes, "members of arrays": members}
     return {kind: names for kind, names in found.items() if names}
 

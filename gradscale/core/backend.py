@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import array_namespace, to_device
 
 from gradscale.core import arithmetic, summaries, tree
+from gradscale.core.devices import device, on
 from gradscale.core.gradients import Collected, Gradients, Listed, Request
 from gradscale.core.leaves import first_floating, floating_leaves, require_arrays
 from gradscale.core.messages import shown
@@ -94,7 +95,7 @@ class Backend:
     def integers(self, values: Sequence[int], like: Array, /) -> Array:
         """Return Python ints as a 1-d int32 array on the device of another; without a wait if the library can."""
         xp = array_namespace(like)
-        return xp.asarray(values, dtype=xp.int32, device=self.placement(like))
+        return xp.asarray(values, dtype=xp.int32, **on(self.placement(like)))
 
     def move(self, x: Array, like: Array, /) -> Array:
         """Return a 0-d array on the device of another one, in the order of the devices' streams. No host read."""
@@ -224,7 +225,7 @@ class Backend:
 
     def number_like(self, number: float, like: Array) -> Array:
         """Return a number as a 0-d array of the dtype of another, where that is."""
-        return array_namespace(like).asarray(number, dtype=like.dtype, device=self.placement(like))
+        return array_namespace(like).asarray(number, dtype=like.dtype, **on(self.placement(like)))
 
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Array | int, held: Array | None) -> ScaleState:
         """Return the state after a step, perhaps in the same arrays; the old one if ``held``, 0-d, is true. No read."""

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import array_namespace, to_device
 
 from gradscale.core.arithmetic import Kind, kind_of, significand_and_exponent, widened
+from gradscale.core.devices import device, on
 from gradscale.core.protocols import Array, Namespace
 from gradscale.core.validation import bits_of_float32
 
@@ -178,8 +179,8 @@ def _judge(parts: Sequence[Array], tiny: float | Array, infinity: float) -> tupl
     flags = [worst == infinity, xp.logical_not(worst <= infinity), worst == 0]
     flags.append(xp.logical_and(is_small, worst < infinity))
     kept = functools.reduce(xp.maximum, [xp.where(part < infinity, part, xp.zeros_like(part)) for part in parts])
-    largest = xp.zeros((), dtype=worst.dtype, device=device(worst)) if 0 in worst.shape else xp.max(kept)
-    return largest, [xp.sum(xp.astype(flag, xp.int32), dtype=xp.int32) for flag in flags]
+    largest = xp.zeros((), dtype=worst.dtype, **on(device(worst))) if 0 in worst.shape else xp.max(kept)
+    return largest, [xp.sum(xp.astype(flag, xp.int32)) for flag in flags]
 
 
 def _fields(x: Array) -> tuple[Array, Array, Array]:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, ClassVar, Literal, ParamSpec
 
-from array_api_compat import array_namespace, device, is_array_api_obj, to_device
+from array_api_compat import array_namespace, is_array_api_obj, to_device
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, has_float64
+from gradscale.core.devices import device, on
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace, Numbers, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -388,8 +389,8 @@ def home_of(like: Array) -> tuple[Namespace, object]:
 def _first_state(scale: float, like: Array) -> ScaleState:
     xp, where = home_of(like)
     # Under CuPy, zeros and full leave out the device.
-    trackers = [xp.asarray(0, dtype=xp.int32, device=where) for _ in ScaleState._fields[1:]]
-    return ScaleState(xp.asarray(scale, dtype=xp.float32, device=where), *trackers)
+    trackers = [xp.asarray(0, dtype=xp.int32, **on(where)) for _ in ScaleState._fields[1:]]
+    return ScaleState(xp.asarray(scale, dtype=xp.float32, **on(where)), *trackers)
 
 
 def new_state(xp: ModuleType, *fields: Array) -> ScaleState:

@@ -9,10 +9,11 @@ import dataclasses
 from types import ModuleType
 from typing import ClassVar
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from gradscale.core import validation
 from gradscale.core.arithmetic import has_float64
+from gradscale.core.devices import device
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.policies.dynamic import AtMin, BoundedScale, new_state, times
 

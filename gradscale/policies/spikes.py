@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
+from gradscale.core.devices import on
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -132,8 +133,8 @@ class SkipSpikes:
     def init(self, like: Array = None) -> SpikeState:
         """Return a state without values, in the library and on the device of an array."""
         xp, where = home_of(like)
-        zero = xp.zeros((), dtype=xp.int32, device=where)
-        return SpikeState(xp.zeros((self.window,), dtype=xp.float32, device=where), zero, zero)
+        zero = xp.zeros((), dtype=xp.int32, **on(where))
+        return SpikeState(xp.zeros((self.window,), dtype=xp.float32, **on(where)), zero, zero)
 
     def _column(self, xp: Namespace, state: SpikeState, value: Array) -> Array:
         """Return a value, float32 with an axis for the window; both it and the state are checked."""

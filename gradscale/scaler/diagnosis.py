@@ -12,10 +12,11 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device, is_array_api_obj
+from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree, validation
 from gradscale.core.arithmetic import Kind, is_floating, kind_of, library_name, nonfinite_flag
+from gradscale.core.devices import device
 from gradscale.core.gradients import HeldArray, held_arrays, name_gradients, named_gradients
 from gradscale.core.identity import IdentityMap
 from gradscale.core.leaves import first_floating, require_arrays

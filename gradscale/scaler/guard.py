@@ -13,6 +13,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, as_0d_array, kind_of
+from gradscale.core.devices import on
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Optimizer
@@ -209,7 +210,7 @@ class Guard:
         )
         where = registry.backend_for(like).placement(like)
         return SpikeState(
-            *(xp.asarray(rows, dtype=old.dtype, device=where) for rows, old in zip(fields, empty, strict=True))
+            *(xp.asarray(rows, dtype=old.dtype, **on(where)) for rows, old in zip(fields, empty, strict=True))
         )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -12,14 +12,15 @@ from libraries import Library
 import gradscale
 from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, registry
 from gradscale.core import arithmetic, summaries
+from gradscale.core.devices import device, on
 from gradscale.policies import spikes
 from gradscale.testing import check_library
 
 BESIDE = (*arithmetic.CLIPPING_FUNCTIONS, *summaries.STANDARD_FUNCTIONS, *spikes.STANDARD_FUNCTIONS)
 FUNCTIONS = sorted({*arithmetic.STANDARD_FUNCTIONS, *BESIDE})
-# Of those that compare every Python object has one, and to_device is asked for where there are several devices.
+# Of those that compare every Python object has one, and a library may know of no device.
 COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__ge__"}
-MEMBERS = sorted(set(arithmetic.STANDARD_MEMBERS) - COMPARISONS - {"to_device"})
+MEMBERS = sorted(set(arithmetic.STANDARD_MEMBERS) - COMPARISONS - {"device", "to_device"})
 DTYPES = ("float32", "int32")
 
 
@@ -94,6 +95,13 @@ def test_each_member_that_is_missing_is_named(strict: Library, name: str) -> Non
     had = dict.fromkeys({*arithmetic.STANDARD_MEMBERS} - COMPARISONS - {name}, ())
     kind = type("Array", (), {**had, "__array_namespace__": lambda _self, **_options: strict.xp})
     assert arithmetic.lacks(kind()) == {"members of arrays": [name]}
+
+
+def test_arrays_are_made_on_a_device_only_if_their_library_knows_of_devices(strict: Library) -> None:
+    away = strict.xp.Device("device1")
+    x = strict.asarray(1.0, device=away)
+    assert strict.asarray(2.0, **on(device(x))).device == away
+    assert (device(object()), on(device(object()))) == (None, {})
 
 
 def test_a_function_that_does_not_take_what_the_core_gives_is_named(cripple: Callable[..., Any]) -> None:

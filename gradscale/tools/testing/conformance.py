@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import Any, NoReturn, TypeAlias
 
 from array_api_compat import array_namespace, is_array_api_obj
-from array_api_compat import device as device_of
 
 from gradscale.core import arithmetic, ops, registry, summaries, validation
 from gradscale.core.backend import Backend
+from gradscale.core.devices import device as device_of
+from gradscale.core.devices import on
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError
@@ -90,8 +91,8 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     if "update" in overridden:
         _check_rules(backend, like)
     for value, max_norm in itertools.product(_SQUARES, (0.0, 2.5, math.inf)) if "clip_factor" in overridden else ():
-        _check_member(backend, "clip_factor", xp.asarray(value, dtype=widest, device=device), max_norm)
-    factors = [xp.asarray(factor, dtype=xp.float32, device=device) for factor in (1.0, 0.5, 0.3, 0.0)]
+        _check_member(backend, "clip_factor", xp.asarray(value, dtype=widest, **on(device)), max_norm)
+    factors = [xp.asarray(factor, dtype=xp.float32, **on(device)) for factor in (1.0, 0.5, 0.3, 0.0)]
     for dtype in dict.fromkeys((xp.float32, widest)) if dtypes is None else dtypes:
         sets = _value_sets(xp, device, dtype)
         if overridden & {"bits", "read_summaries", "summarize"}:
@@ -116,14 +117,14 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
 
 def _check_reading(backend: Backend, xp: ModuleType, device: object) -> None:
     numbers = [0, -1, validation.LARGEST_INT32, -validation.LARGEST_INT32, 7]
-    array, pair = xp.asarray(numbers, dtype=xp.int32, device=device), xp.zeros((2,), dtype=xp.float32, device=device)
+    array, pair = xp.asarray(numbers, dtype=xp.int32, **on(device)), xp.zeros((2,), dtype=xp.float32, **on(device))
     got, made = backend.read(array), backend.integers(numbers, pair)
     _expect("what read gives, and its types,", (got, {type(value) for value in got}), (numbers, {int}))
     _expect("the dtype and shape of integers", _form(made), _form(array))
     _expect("integers", backend.read(made), numbers)
-    placed = xp.zeros((), dtype=xp.float32, device=backend.placement(pair))
+    placed = xp.zeros((), dtype=xp.float32, **on(backend.placement(pair)))
     _expect("the sum of an array and of a 0-d one where placement says", _form(placed + pair), _form(pair))
-    seen = backend.peek([xp.asarray(1.5, dtype=xp.float32, device=device), array[-1] * 0 - 7])
+    seen = backend.peek([xp.asarray(1.5, dtype=xp.float32, **on(device)), array[-1] * 0 - 7])
     if seen is not None:
         _expect("what peek gives, and its types,", (seen, [*map(type, seen)]), ([1.5, -7], [float, int]))
     example = backend.example()
@@ -136,7 +137,7 @@ def _check_rules(backend: Backend, like: Array) -> None:
     for policy in _RULES:
         state = policy.init(like)
         for count in _COUNTS:
-            nonfinite = xp.asarray(count, dtype=xp.int32, device=device)
+            nonfinite = xp.asarray(count, dtype=xp.int32, **on(device))
             updated = policy.update(state, nonfinite=nonfinite)
             states = backend.update(policy, state, nonfinite), updated
             bits = [backend.read(arithmetic.fingerprint(one)) for one in states]
@@ -152,7 +153,7 @@ def _check_summaries(backend: Backend, sets: Sequence[Sequence[Array]]) -> None:
     if dtype in (xp.float32, getattr(xp, "float64", None)):
         tiny = 2.0**-126 if dtype == xp.float32 else 2.0**-1022
         # Made from Python's numbers, and not computed.
-        values.append(xp.asarray([tiny / 2, -tiny / 2, tiny, 0.0, -0.0], dtype=dtype, device=device_of(values[0])))
+        values.append(xp.asarray([tiny / 2, -tiny / 2, tiny, 0.0, -0.0], dtype=dtype, **on(device_of(values[0]))))
         wanted.append(summaries.Summary(5, 0, 0, 2, 2, tiny))
     for x, want, got in zip(values, wanted, backend.read_summaries(values)[0], strict=True):
         if got != want:
@@ -164,7 +165,7 @@ def _check_subnormals(backend: Backend, like: Array, scale: float) -> None:
     xp, device = array_namespace(like), device_of(like)
     parts = (2.0, 1.5, 1.0, 0.75, 0.3, 2.0**-22, 2.0**-23)
     values = [sign * validation.round_to_float32(_SMALLEST * part) for part in parts for sign in (1.0, -1.0)]
-    given = xp.asarray(values, dtype=xp.float32, device=device)
+    given = xp.asarray(values, dtype=xp.float32, **on(device))
     (made,), _ = backend.unscale([given], DynamicScale(init_scale=scale).init(like))
     bits = backend.bits(made)
     if bits is None:
@@ -186,7 +187,7 @@ def _value_sets(xp: ModuleType, device: object, dtype: object) -> list[list[Arra
     def array(shape: tuple[int, ...], bad: float = math.nan, place: int = -1) -> Array:
         size = math.prod(shape)
         numbers = [bad if k == place else -float(k - size // 2) for k in range(size)]
-        return xp.astype(xp.reshape(xp.asarray(numbers, dtype=xp.float32, device=device), shape), dtype)
+        return xp.astype(xp.reshape(xp.asarray(numbers, dtype=xp.float32, **on(device)), shape), dtype)
 
     sets = [[], [array(shape) for shape in _SHAPES]]
     sets += [[array(shape, bad, math.prod(shape) // 2) for shape in _SHAPES] for bad in _BAD]
@@ -233,7 +234,7 @@ def _check_unscaling(backend: Backend, member: str, values: list[Array], state: 
 def _options(xp: ModuleType, given: list[Array], way: str) -> dict[str, object]:
     """Return the options that tell ``unscale`` where to write; complex arrays stay complex."""
     if way == "into arrays of float32":
-        out = [xp.zeros(x.shape, dtype=x.dtype if _is_complex(x) else xp.float32, device=device_of(x)) for x in given]
+        out = [xp.zeros(x.shape, dtype=x.dtype if _is_complex(x) else xp.float32, **on(device_of(x))) for x in given]
         return {"out": out}
     return {"new arrays": {}, "new arrays of float32": {"dtype": xp.float32}, "in place": {"out": given}}[way]
 
@@ -296,7 +297,7 @@ def _all(backend: Backend, same: Array) -> bool:
 
 def _loses_subnormals(backend: Backend, xp: ModuleType, device: object) -> bool:
     """Tell whether the library takes subnormals for 0."""
-    smallest, half = (xp.full((1,), value, dtype=xp.float32, device=device) for value in (_SMALLEST, 0.5))
+    smallest, half = (xp.full((1,), value, dtype=xp.float32, **on(device)) for value in (_SMALLEST, 0.5))
     bits = backend.bits(smallest * half)
     return bits is not None and backend.read(bits) == [0]
 
@@ -362,7 +363,7 @@ def _require(xp: ModuleType, like: Array) -> None:
 def _made(xp: ModuleType, device: object, values: object) -> Array:
     """Return one int or a list of them as int32, and floats as float32."""
     is_integral = isinstance(values[0] if isinstance(values, list) else values, int)
-    return xp.asarray(values, dtype=xp.int32 if is_integral else xp.float32, device=device)
+    return xp.asarray(values, dtype=xp.int32 if is_integral else xp.float32, **on(device))
 
 
 def _expect_values(what: str, got: Array, values: object) -> None:
