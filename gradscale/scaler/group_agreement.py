@@ -145,11 +145,17 @@ class GroupAgreement:
         agreed = claims.flags_in(ballot.agreed()).nonfinite
         if spike is None:
             return agreed
-        return agreed, xp.full_like(agreed, verdict.reason is Reason.SPIKE, dtype=xp.bool)
+        return agreed, xp.full_like(agreed, verdict.reason is Reason.SPIKE, dtype=spike.dtype)
 
 
 def _require_0d(name: str, x: object, dtype: str, source: str) -> None:
     array: Array | None = x if is_array_api_obj(x) else None
-    if array is None or array.shape != () or array.dtype != getattr(array_namespace(array), dtype):
+    if array is None or array.shape != () or not _has_dtype(array, dtype):
         msg = f"{name} must be a 0-d {dtype} array, such as {source} returns, got {x!r}"
         raise InvalidTypeError(msg)
+
+
+def _has_dtype(array: Array, dtype: str) -> bool:
+    xp = array_namespace(array)
+    # A kind of the standard: a library may call the dtype itself otherwise.
+    return bool(xp.isdtype(array.dtype, dtype if dtype == "bool" else getattr(xp, dtype)))
