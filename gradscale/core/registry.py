@@ -34,7 +34,7 @@ __all__ = [
 GROUP = "gradscale.backends"
 
 # The extra of each library whose adapter comes with gradscale.
-_EXTRAS = {"numpy": "numpy", "mpi4py": "mpi", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_EXTRAS = {"numpy": "numpy", "mpi4py": "mpi", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx"}
 _EXTRAS |= {"nccl": "nccl4py"} | dict.fromkeys(("cupy", "cupy_backends", "cupyx"), "cupy")
 
 A_GROUP = (

@@ -14,7 +14,7 @@ import pytest
 from axes import require
 from commands import ran
 from programs import TORCHRUN, changed, interrupted, lines
-from worlds import mpi_command, mpi_environment
+from worlds import mlx_command, mpi_command, mpi_environment
 
 pytestmark = pytest.mark.tier("all")
 
@@ -56,7 +56,7 @@ RECIPES = [
     Program("flax_nnx.py", "jax examples flax optax orbax", pytest.mark.jax),
     Program("equinox_train.py", "jax examples equinox optax", pytest.mark.jax),
 ]
-MLX = Program("adapter_mlx.py", "mlx")
+MLX = Program("train_mlx.py", "mlx", pytest.mark.mlx, mlx_command)
 
 
 def case(program: Program, size: int, name: str, *values: object, tier: str | None = None) -> Any:
@@ -379,7 +379,8 @@ def test_bad_options_are_refused_once(
 
 
 @pytest.mark.parametrize(
-    ("program", "size"), [case(program, 1, "help") for program in (DIGITS, FSDP, RL, SPIKES, JAX, LIGHTNING, *RECIPES)]
+    ("program", "size"),
+    [case(program, 1, "help") for program in (DIGITS, FSDP, RL, SPIKES, JAX, LIGHTNING, MLX, *RECIPES)],
 )
 def test_help_shows_how_to_run_it(tmp_path: Path, program: Program, size: int) -> None:
     text = printed(launch(program, tmp_path, size, "--help"))
@@ -469,12 +470,22 @@ def test_a_recipe_learns_skips_and_resumes(tmp_path: Path, program: Program, siz
     assert text.splitlines()[-1] == straight[-1]
 
 
-def test_the_adapter_for_mlx_passes_the_suite_and_trains(tmp_path: Path) -> None:
-    assert printed(launch(MLX, tmp_path, 1, "")) == [
-        "MLX and its adapter pass the suite",
-        "step 2: skipped, norm inf",
-        "weights [1.0, 1.0, 1.0], scale 512",
-    ]
+@pytest.mark.parametrize(
+    ("program", "size", "bad"), [case(MLX, size, f"rank-{bad}", bad) for size in (1, 2) for bad in range(size)]
+)
+def test_a_bad_batch_leaves_no_trace_in_mlx(program: Program, size: int, bad: int, tmp_path: Path) -> None:
+    clean, spoilt, guarded, compiled, last = printed(
+        launch(program, tmp_path, size, f"--steps 30 --bad 20 --rank {bad}")
+    )
+    assert last == "verified: a skipped batch leaves the weights of a run without it"
+    assert re.fullmatch(r"no bad batch +loss 0\.\d+ after 29 steps", clean)
+    assert re.fullmatch(r"bad batch +loss nan after 30 steps", spoilt)
+    assert {line.partition("loss")[2] for line in (guarded, compiled)} == {clean.partition("loss")[2]}
+
+
+def test_a_batch_that_leaves_a_trace_in_mlx_is_a_failure(tmp_path: Path) -> None:
+    ended = launch(MLX, tmp_path, 1, "--steps 6 --bad 2", ("nonfinite == 0", "nonfinite >= 0"))
+    assert (ended.returncode, lines(ended)[-1].partition(":")[0]) == (1, "FAILED")
 
 
 # What makes the weights of an example NaN in step 30 of its scaled training, and the place where they are looked for.

@@ -36,7 +36,7 @@ BROKEN = {
 }
 
 # What the launchers of MPI leave in the environment of their ranks.
-LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "MPI_LOCALRANKID")
+LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "MPI_LOCALRANKID", "MLX_RANK")
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -102,6 +102,7 @@ def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypat
         pytest.param("mpi", "mpi4py", {"library"}, marks=pytest.mark.mpi),
         pytest.param("torch", "torch", {"devices"}, marks=pytest.mark.torch),
         pytest.param("jax", "jax", {"devices"}, marks=pytest.mark.jax),
+        pytest.param("mlx", "mlx", {"devices", "groups"}, marks=pytest.mark.mlx),
     ],
 )
 def test_a_library_is_used_and_shows_what_it_has(library: str, name: str, details: set[str]) -> None:
@@ -152,7 +153,7 @@ def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> Non
 def test_an_unknown_name_is_an_error_that_lists_the_known(arguments: tuple[str, ...]) -> None:
     completed = doctor(*arguments)
     assert completed.returncode == 1
-    assert "doctor does not look at numpi; it looks at numpy, mpi, torch, jax, cupy, nccl4py, fast" in completed.stderr
+    assert "doctor does not look at numpi; it looks at numpy, mpi, torch, jax, cupy, nccl4py, mlx, fast" in completed.stderr
 
 
 @pytest.mark.mpi

@@ -68,6 +68,7 @@ def test_an_example_runs(name: str) -> None:
         "numpy",
         pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.tier("ranks")]),
         pytest.param("jax", marks=[pytest.mark.jax, pytest.mark.tier("ranks")]),
+        pytest.param("mlx", marks=[pytest.mark.mlx, pytest.mark.tier("ranks")]),
     ],
 )
 def test_the_examples_of_an_adapter_run(library: str) -> None:

@@ -48,6 +48,7 @@ IMPORTS = [
     ("import gradscale_cupy", "cupy", "gradscale_cupy", "cupy"),
     ("import gradscale_cupy.nccl", "cupy", "gradscale_cupy", "cupy"),
     ("import gradscale_nccl", "nccl", "gradscale_nccl", "nccl4py"),
+    ("import gradscale_mlx", "mlx", "gradscale_mlx", "mlx"),
     ("import gradscale_numpy", "numpy", "gradscale_numpy", "numpy"),
     ("import gradscale_numpy.mpi", "mpi4py", "gradscale_numpy.mpi", "mpi"),
     ("import gradscale_numpy.fast", "numba", "gradscale_numpy.fast", "fast"),
@@ -71,7 +72,7 @@ PROGRAMS = [
     ("flax_linen.py", "jax", "optax", "examples flax"),
     ("flax_nnx.py", "jax", "optax", "examples flax"),
     ("equinox_train.py", "equinox", "optax", "examples equinox"),
-    ("adapter_mlx.py", "mlx", "numpy", "mlx"),
+    ("train_mlx.py", "mlx", "mlx", ""),
 ]
 METADATA = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())
 

@@ -13,7 +13,7 @@ from worlds import mpi_command, mpi_environment
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("", ".github", "gradscale", "gradscale/interop", "examples", "tests", "tests/benchmarks")
 FOLDERS += ("backends/gradscale_numpy", "backends/gradscale_torch", "backends/gradscale_jax", "backends/gradscale_cupy")
-FOLDERS += ("backends/gradscale_nccl",)
+FOLDERS += ("backends/gradscale_nccl", "backends/gradscale_mlx")
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for name in FOLDERS for path in (ROOT / name).glob("*.md")}
 COMMAND = re.compile(r"<!-- command: (\w+) -->\n```sh\n(.*?)```", flags=re.DOTALL)
 COMMANDS = {name: (page, line) for page, text in PAGES.items() for name, line in COMMAND.findall(text)}
@@ -28,6 +28,8 @@ LEARNT = {
     "assert abs(optimizer.weights - 1).max() < 0.3 and resumed.counts() == guard.counts()\n",
     "numpy-first": "assert abs(optimizer.weights - np.float32([1, -2, 3, -4])).max() < 0.01\n",
     "jax-optax": "assert abs(params['w'] - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
+    "mlx": "assert loss.item() < 0.01 and scaler.last_step(trained).reason == 'stepped'\n",
+    "mlx-compiled": "assert loss.item() < 0.01 and optimizer.step.item() == 200\n",
     "torch-first": "assert loss.item() < 0.1 and scaler.get_scale() <= 65536\n",
 }
 
@@ -52,7 +54,7 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
     program.write_text(code + LEARNT.get(name, ""))
     command = [sys.executable, str(program)]
     environment = mpi_environment()
-    for library in ("torch", "jax", "optax"):
+    for library in ("torch", "jax", "optax", "mlx"):
         if f"import {library}" in code or f"from gradscale_{library}" in code:
             require(library)
     if "import array_api_strict" in code:

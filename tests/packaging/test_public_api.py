@@ -22,7 +22,9 @@ import gradscale
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / ".ci" / "recipe.yaml"
 NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_nccl", "gradscale_jax"}
-FRAMEWORKS = NAMES - {"gradscale"} | {"numpy", "torch", "jax", "jaxlib", "cupy", "nccl", "mpi4py", "numba", "ml_dtypes"}
+NAMES |= {"gradscale_mlx"}
+FRAMEWORKS = NAMES - {"gradscale"} | {"numpy", "torch", "jax", "jaxlib", "cupy", "nccl", "mlx", "mpi4py", "numba"}
+FRAMEWORKS |= {"ml_dtypes"}
 FRAMEWORKS |= {"matplotlib", "rich", "typer"}
 
 
@@ -109,7 +111,8 @@ def test_the_recipe_for_conda_asks_for_the_versions_that_the_package_asks_for() 
     names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
     wanted = {"cupy >=13.5"}  # the extra brings none
     for line in {*project["dependencies"], *extras}:
-        name, _, version = line.partition(">=")
+        # Neither an extra of the library nor the system that it is for.
+        name, _, version = re.sub(r"\[.*?\](?=>)|;.*", "", line).partition(">=")
         if not name.startswith("gradscale[") and name != "mpich":
             wanted.add(f"{names.get(name, name)} >={version}")
     run = RECIPE.read_text().partition("  run:\n")[2].partition("\ntests:")[0]
@@ -117,9 +120,10 @@ def test_the_recipe_for_conda_asks_for_the_versions_that_the_package_asks_for() 
 
 
 def test_entry_points_and_extras_are_installed() -> None:
-    assert {"numpy", "mpi4py", "torch", "jax", "jaxlib"} <= set(gradscale.registry.names())
+    assert {"numpy", "mpi4py", "torch", "jax", "jaxlib", "mlx"} <= set(gradscale.registry.names())
     metadata = importlib.metadata.metadata("gradscale")
-    extras = {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "jax", "optax", "cupy", "nccl4py", "cli", "plot"}
+    extras = {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "jax", "optax", "cupy", "nccl4py", "mlx", "cli"}
+    extras |= {"plot"}
     assert extras == set(metadata.get_all("Provides-Extra") or [])
     needed = [line for line in importlib.metadata.requires("gradscale") or [] if "extra ==" not in line]
     assert {line.partition(">")[0].partition("~")[0] for line in needed} == {"array-api-compat"}

@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 from group_scenarios import fresh
-from scenarios import SGD, TIMEOUT, Trainer, agreement, gradients, loss, raised, rank_and_size
+from scenarios import PLAIN, SGD, TIMEOUT, Trainer, agreement, gradients, loss, raised, rank_and_size
 
 import gradscale
 from gradscale.scaler import agreement as agreements
@@ -42,7 +42,7 @@ def calls(odd: str, others: str) -> tuple[str, ...]:
 def refuse(trainer: Trainer) -> None:
     """Give the first optimizer a gradient that is none."""
     optimizer = trainer.optimizers[0]
-    if trainer.library != "numpy":
+    if trainer.library not in PLAIN:
         (parameter,) = optimizer.param_groups[0]["params"]
         parameter.grad = parameter.detach().new_ones(1).expand(3)
     else:

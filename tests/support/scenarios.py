@@ -21,6 +21,8 @@ from gradscale.testing import check_collectives
 
 TIMEOUT = 20.0  # seconds
 SHAPES = ((3,), (2, 5), ())
+# Libraries that gradscale's own scaler serves.
+PLAIN = ("numpy", "mlx")
 
 
 class SGD:
@@ -54,7 +56,9 @@ def begun(group: Any, **settings: Any) -> tuple[int, Any, SGD]:
 
 def gradients(library: str, value: float = 1.0) -> list[Any]:
     """Return a few gradients of a library, scaled by the default scale."""
-    xp = importlib.import_module({"strict": "array_api_strict", "jax": "jax.numpy"}.get(library, library))
+    xp = importlib.import_module(
+        {"strict": "array_api_strict", "jax": "jax.numpy", "mlx": "mlx.core"}.get(library, library)
+    )
     return [xp.full(shape, value * 65536.0, dtype=xp.float32) for shape in SHAPES]
 
 
@@ -373,14 +377,14 @@ def exhaustion(group: Any, bad_rank: int) -> None:
 
 
 class Trainer:
-    """A scaler over a group and its optimizers, of a library: "numpy", "torch", or "torch fused"."""
+    """A scaler over a group and its optimizers, of a library: "numpy", "mlx", "torch", or "torch fused"."""
 
     def __init__(self, group: Any, library: str, count: int = 2, **settings: Any) -> None:
         settings = {"timeout": TIMEOUT} | settings
         self.group, self.library = group, library
         self._counted: list[Any] = []
         self.scaler: Any
-        if library == "numpy":
+        if library in PLAIN:
             self.scaler = gradscale.ShardedGradScaler(group=group, **settings)
         else:
             import gradscale_torch
@@ -390,7 +394,7 @@ class Trainer:
 
     def optimizer(self) -> Any:
         """Return a new optimizer."""
-        if self.library == "numpy":
+        if self.library in PLAIN:
             return SGD(None)
         import torch
 
@@ -411,8 +415,8 @@ class Trainer:
     def fill(self, value: float) -> None:
         """Give every optimizer gradients anew."""
         for optimizer in self.optimizers:
-            if self.library == "numpy":
-                optimizer.grads = [np.full(3, value, np.float32)]
+            if self.library in PLAIN:
+                optimizer.grads = [gradients(self.library, value / 65536.0)[0]]
             else:
                 (parameter,) = optimizer.param_groups[0]["params"]
                 parameter.grad = parameter.detach().new_full((3,), value)

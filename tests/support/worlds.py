@@ -7,13 +7,16 @@ a module one after the other; one that ends badly, or needs processes that have 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -29,6 +32,7 @@ from gradscale.testing import run_ranks
 
 HERE = Path(__file__).parent
 MPI_RUNNER = HERE / "mpi_runner.py"
+MLX_RUNNER = HERE / "mlx_runner.py"
 
 Scenario = TypeVar("Scenario", bound=Callable[..., Any])
 
@@ -77,6 +81,23 @@ def mpi_command(size: int, *arguments: str | Path) -> list[str]:
         msg = "there is no mpiexec beside this Python nor on the PATH: install gradscale[mpich]"
         raise FileNotFoundError(msg)
     return [mpiexec, "-n", str(size), sys.executable, *map(str, arguments)]
+
+
+def mlx_command(size: int, *arguments: str | Path) -> list[str]:
+    """Return the command line that runs Python on several ranks of MLX's ring, at free ports of this machine."""
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    options = ("-n", str(size), "--backend", "ring", "-p", str(free_port(size)))
+    return [str(launcher), *options, "--", sys.executable, *map(str, arguments)]
+
+
+def free_port(count: int) -> int:
+    """Return the first of some ports in a row that are free, below those that the system gives to others."""
+    while True:
+        first = random.randrange(10_000, 30_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def mpi_environment() -> dict[str, str]:
@@ -149,30 +170,50 @@ class ProcessWorld(World):
 
 
 @dataclasses.dataclass(frozen=True)
-class MPIWorld(ProcessWorld):
-    """Ranks that are processes under mpiexec; the group is COMM_WORLD for a scenario that is alone, or a duplicate."""
+class _LaunchedWorld(ProcessWorld):
+    """Ranks that a launcher starts, and that stand by for the next scenario if this one is not alone."""
+
+    def command(self, address: str) -> list[str]:
+        """Return the command line that starts them, given the address that they connect to."""
+        raise NotImplementedError
 
     def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
         """Give the task to ranks that are there, or to new ones."""
         is_alone = getattr(scenario, "is_alone", False)
-        ranks = None if is_alone else _standing.pop(self.size, None)
+        ranks = None if is_alone else _standing.pop(self, None)
         if ranks is None:
             # Loading numba takes longer than most scenarios, and not equally long on each rank.
             fast = {"GRADSCALE_NUMPY_FAST": "0"} if is_alone else {}
-            ranks = Ranks(
-                self.size, lambda address: mpi_command(self.size, MPI_RUNNER, address), mpi_environment() | fast
-            )
+            ranks = Ranks(self.size, self.command, mpi_environment() | fast)
         answers = ranks.ask(pickle.dumps((scenario, cases, is_alone)), limit)
         if is_alone:
             ranks.end()
         elif any(isinstance(result, Failure) for results in answers for result in results):
             ranks.kill()
         else:
-            _standing[self.size] = ranks
+            _standing[self] = ranks
         return answers
 
 
-_standing: dict[int, Ranks] = {}
+_standing: dict[World, Ranks] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class MPIWorld(_LaunchedWorld):
+    """Ranks that are processes under mpiexec; the group is COMM_WORLD for a scenario that is alone, or a duplicate."""
+
+    def command(self, address: str) -> list[str]:
+        """Return the command line of mpiexec."""
+        return mpi_command(self.size, MPI_RUNNER, address)
+
+
+@dataclasses.dataclass(frozen=True)
+class MlxWorld(_LaunchedWorld):
+    """Ranks that are processes under mlx.launch, connected by MLX's ring; the group is always the same one."""
+
+    def command(self, address: str) -> list[str]:
+        """Return the command line of mlx.launch."""
+        return mlx_command(self.size, MLX_RUNNER, address)
 
 
 def end_ranks() -> None:

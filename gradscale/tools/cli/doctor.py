@@ -19,14 +19,14 @@ import gradscale
 from gradscale.tools.cli.output import console, table
 from gradscale.tools.cli.probe import Component, Finding, components, find
 
-_LAUNCHER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "MPI_LOCAL")
+_LAUNCHER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "MPI_LOCAL", "MLX_")
 _STYLES = {"ok": "green", "broken": "bold red", "timed out": "yellow", "missing": "dim"}
 
 
 def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
     """Use components at the same time, each in a process of its own, which may crash or hang."""
     end = time.monotonic() + timeout
-    # A process alone: under mpiexec, it is none of its ranks.
+    # A process alone: under mpiexec or mlx.launch, it is none of its ranks.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
     started: list[Popen[str]] = []
     with contextlib.ExitStack() as stack:

@@ -180,6 +180,16 @@ def _nccl4py() -> Details:
     }
 
 
+def _mlx() -> Details:
+    import mlx.core as mx
+
+    check_collectives(registry.collectives_for(mx.distributed.init(), timeout=20.0), mx.zeros(1), repetitions=1)
+    groups = [name for name in ("ring", "mpi", "nccl", "jaccl") if mx.distributed.is_available(name)]
+    # The package itself does not say its version.
+    details = {"devices": [str(mx.default_device())], "groups": groups, "versions": {"mlx": mx.__version__}}
+    return _adapter("mlx") | details
+
+
 _OURS = (
     Component("numpy", ("numpy",), "numpy"),
     Component("mpi4py", ("mpi4py",), "mpi", ("mpi",), _mpi4py),
@@ -187,6 +197,7 @@ _OURS = (
     Component("jax", ("jax", "jaxlib"), "jax", ("jaxlib",), _jax),
     Component("cupy", ("cupy",), "cupy", ("cupy_backends", "cupyx"), _cupy),
     Component("nccl4py", ("nccl",), "nccl4py", ("nccl",), _nccl4py),
+    Component("mlx", ("mlx",), "mlx", (), _mlx),
     Component("fast", ("numba",), "fast", ("numba",), _fast),
 )
 

@@ -1,0 +1,81 @@
+"""ModelAndOptimizer: a model and an optimizer of ``mlx.optimizers``, as a scaler or a compiled step updates them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn import Module
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_map
+
+import gradscale
+
+
+class ModelAndOptimizer:
+    """A model and its optimizer, with the ``grads`` and the ``step()`` of an optimizer that a scaler steps.
+
+    Parameters
+    ----------
+    model : mlx.nn.Module
+        Updated in place by each step that is made, and left alone by those that are skipped.
+    optimizer : mlx.optimizers.Optimizer
+        Any one of MLX's. Its state and its schedules stay as they are in a skipped step.
+
+    Attributes
+    ----------
+    grads : tree of arrays
+        To be assigned before each ``scaler.step``: what ``mlx.nn.value_and_grad`` returns for a scaled loss.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_mlx, mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+    >>> model, scaler = nn.Linear(1, 1, bias=False), gradscale.GradScaler()
+    >>> model.weight = mx.ones((1, 1))
+    >>> trained = gradscale_mlx.ModelAndOptimizer(model, optim.SGD(0.5))
+    >>> _, trained.grads = nn.value_and_grad(model, lambda x: scaler.scale(model(x).sum()))(mx.ones((1, 1)))
+    >>> scaler.step(trained)
+    >>> scaler.update()
+    >>> model.weight
+    array([[0.5]], dtype=float32)
+    """
+
+    def __init__(self, model: Module, optimizer: Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.grads: Any = None
+
+    def step(self) -> None:
+        """Update the model by ``grads``, as ``optimizer.update(model, grads)`` does."""
+        self.optimizer.update(self.model, self.grads)
+
+    def step_if(self, pred: mx.array, grads: Any) -> None:
+        """Update the model, or leave it and the optimizer's state as they are, without a host read.
+
+        Also in a function for ``mx.compile`` that captures ``model.state`` and ``optimizer.state``.
+
+        Parameters
+        ----------
+        pred : array
+            0-d bool: whether to make the step, such as ``nonfinite == 0``.
+        grads : tree of arrays
+            Unscaled.
+        """
+        self.optimizer.init(grads)  # What it has is kept.
+        before = tree_map(lambda x: x, self._state())
+        self.optimizer.update(self.model, grads)
+        params, state = gradscale.select(pred, self._state(), before)
+        self.model.update(params)
+        _put(self.optimizer.state, state)
+
+    def _state(self) -> tuple[Any, Any]:
+        return self.model.trainable_parameters(), self.optimizer.state
+
+
+def _put(old: Any, new: Any) -> None:
+    """Put new leaves into the dicts and lists of a tree, by which a compiled function knows it."""
+    for key, value in new.items() if isinstance(new, dict) else enumerate(new):
+        if isinstance(value, (dict, list)):
+            _put(old[key], value)
+        else:
+            old[key] = value
