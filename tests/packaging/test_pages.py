@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,10 @@ def test_the_documents_tell_nothing_of_the_machine_they_were_written_on() -> Non
     texts = {**PAGES, **{path.name: path.read_text() for path in ROOT.glob("examples/**/*.py")}}
     for name, text in texts.items():
         assert not re.search(r"/(root|work|home|tmp|opt)/", text), name
+
+
+def test_the_front_page_installs_from_the_address_of_the_project() -> None:
+    source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    text = (ROOT / "README.md").read_text()
+    assert f"pip install 'gradscale[torch] @ git+{source}'" in text
+    assert f"git clone {source}`" in text
