@@ -24,7 +24,7 @@ class ModelAndOptimizer:
 
     Attributes
     ----------
-    grads : tree of arrays
+    grads : nested containers of arrays
         To be assigned before each ``scaler.step``: what ``mlx.nn.value_and_grad`` returns for a scaled loss.
 
     Examples
@@ -58,7 +58,7 @@ class ModelAndOptimizer:
         ----------
         pred : array
             0-d bool: whether to make the step, such as ``nonfinite == 0``.
-        grads : tree of arrays
+        grads : nested containers of arrays
             Unscaled.
         """
         self.optimizer.init(grads)  # What it has is kept.
