@@ -232,14 +232,21 @@ def of_arrays(
 ) -> Array:
     """Return the message of a state of arrays, 1-d int32, as :func:`of_numbers` does; no host read."""
     xp, like = array_namespace(state.scale), state.scale
-
-    def word(x: Array | int) -> Array:
-        return backend.integers([x], like) if isinstance(x, int) else xp.reshape(xp.astype(x, xp.int32), (1,))
-
     at_min_scale = policy.at_min_scale(state)
-    found = nonfinite, False if at_min_scale is None else at_min_scale, presence, scaled, code, _USUAL
-    bits = word(bits_of_float32(norm) if isinstance(norm, float) else norm_bits(backend, norm))
-    start = xp.concat([*map(word, found), backend.fingerprint(state), backend.integers(words, like), bits])
+    flags = nonfinite, False if at_min_scale is None else at_min_scale, presence, scaled, code
+    bits = bits_of_float32(norm) if isinstance(norm, float) else norm_bits(backend, norm)
+    fields: list[Array | int] = [*flags, _USUAL, backend.fingerprint(state), *words, bits]
+    # All numbers at once: on a device each copy is a launch.
+    numbers = backend.integers([int(x) for x in fields if isinstance(x, int)], like)
+    parts, begin = [], 0
+    for are_numbers, run in itertools.groupby(fields, lambda x: isinstance(x, int)):
+        if are_numbers:
+            end = begin + len([*run])
+            parts.append(numbers[begin:end])
+            begin = end
+        else:
+            parts += [xp.reshape(xp.astype(x, xp.int32), (-1,)) for x in run]
+    start = xp.concat(parts)
     return xp.concat([start, -start[_FLAGS:]])
 
 
