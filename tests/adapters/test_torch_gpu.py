@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from axes import leave_out_gpu
-from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
+from axes_torch import GradScaler, ShardedGradScaler, StepGuard, TorchScaler, torch
 from small_torch import Small
 
 import gradscale
@@ -141,6 +141,47 @@ def test_gradients_of_the_host_wait_for_a_scale_behind_a_stalled_stream(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.75, 1024.0])
+@pytest.mark.parametrize("max_norm", [None, 1.5], ids=["unclipped", "clipped"])
+def test_bfloat16_is_unscaled_and_clipped_to_the_cpus_bits(scale: float, max_norm: float | None) -> None:
+    # torch has no kernel for it on CUDA. The squares have an exact sum, in whichever order they are added.
+    values, held = torch.arange(128) / 16, []
+    for device in ("cpu", "cuda"):
+        scaler = GradScaler(device, policy=gradscale.StaticScale(scale))
+        run = Small(scaler, devices=[device] * 3, dtypes=["bfloat16"], home=device, size=128)
+        run.put(values.to(device, torch.bfloat16))
+        run.step(explicit=True, **({} if max_norm is None else {"max_norm": max_norm}))
+        held.append([gradient.float().cpu().tolist() for gradient in (one.grad for one in run.parameters)])
+    assert held[0] == held[1]
+
+
+@pytest.mark.usefixtures("without_sync")
+def test_a_guard_skips_a_bad_bfloat16_step_without_a_wait() -> None:
+    run = Small(StepGuard(), "AdamW-fused", devices=["cuda"] * 2, dtypes=["bfloat16"], home="cuda")
+    seen = []
+    for gradient in (1.0, math.nan, 1.0):
+        run.give(gradient)
+        run.step(max_norm=1.0)
+        seen.append([one.detach().clone() for one in run.parameters])
+    torch.cuda.set_sync_debug_mode("default")
+    assert run.scaler.counts() == {"taken": 2, "overflow": 1, "spike": 0, "refused": 0}
+    assert [torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True)] == [True, True]
+    assert not any(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
+def test_a_run_that_skips_every_step_warns_and_gives_up(name: str) -> None:
+    run = Small(StepGuard(warn_after=2, give_up_after=4), name, devices=["cuda"], home="cuda")
+    run.iterate(1.0)
+    run.iterate(math.nan)
+    with pytest.warns(gradscale.TrainingStalledWarning, match="last 2 iterations"):
+        run.iterate(math.nan)
+    run.iterate(math.nan)
+    with pytest.raises(gradscale.TrainingStalledError, match="last 4 iterations"):
+        run.iterate(math.nan)
+    assert run.scaler.counts()["overflow"] == 4
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_gradients_of_the_host_and_of_the_device_make_one_verdict(bad: int) -> None:
     run = Small(GradScaler("cuda"), devices=["cuda", "cpu"], home="cuda")
@@ -160,8 +201,9 @@ def captured_steps(scaler: Any, before: Callable[[], object] = lambda: None) -> 
     stream.wait_stream(torch.cuda.current_stream())
 
     def step() -> None:
+        scale = scaler.scale(torch.ones((), device="cuda"))
         for parameter in run.parameters:
-            parameter.grad.copy_(source * scaler._scale)
+            parameter.grad.copy_(source * scale)
         run.step()
 
     with torch.cuda.stream(stream):
