@@ -155,6 +155,17 @@ def test_bfloat16_is_unscaled_and_clipped_to_the_cpus_bits(scale: float, max_nor
     assert held[0] == held[1]
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1000.0), ("bfloat16", 3e38)])
+def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: str, value: float) -> None:
+    state = gradscale.DynamicScale(init_scale=2.0**-10).init(torch.zeros((), device="cuda"))
+    compiled = torch.compile(lambda grads, state: gradscale.unscale(grads, state))
+    for largest in (1.0, value, -value):
+        grads = [torch.tensor([1.0, largest], dtype=getattr(torch, dtype), device="cuda")]
+        (made,), nonfinite = compiled(grads, state)
+        assert torch.isinf(made).any() == nonfinite == (largest != 1.0)
+
+
 @pytest.mark.usefixtures("without_sync")
 def test_a_guard_skips_a_bad_bfloat16_step_without_a_wait() -> None:
     run = Small(StepGuard(), "AdamW-fused", devices=["cuda"] * 2, dtypes=["bfloat16"], home="cuda")
