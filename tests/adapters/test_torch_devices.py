@@ -452,7 +452,7 @@ def test_an_abort_that_hangs_or_fails_does_not_hide_the_timeout(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, abort: Any, note: str
 ) -> None:
     monkeypatch.setattr(groups, "carriers", lambda _: {"cuda": "nccl"})
-    monkeypatch.setattr(groups, "_ABORTING", 0.05)
+    monkeypatch.setattr("gradscale.waiting._ABORTING", 0.05)
     group = ProcessGroup(cuda)
     group.is_lost, group.abort = True, abort
     with pytest.raises(gradscale.CollectiveTimeoutError) as raised:
