@@ -45,6 +45,20 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_preset_that_is_like_none_is_answered_with_all_of_them_and_no_guess() -> None:
+    code, output = run("--preset", "nosuch", "C")
+    assert code == 1
+    assert "there are apex, " in output
+    assert "did you mean" not in output
+
+
+@pytest.mark.tier("all")
+def test_the_help_says_which_kinds_of_picture_there_are() -> None:
+    code, output = run("--help")
+    assert code == 0
+    assert ".png, .svg or .pdf" in " ".join(output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

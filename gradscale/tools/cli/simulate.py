@@ -100,10 +100,10 @@ def _largest(row: dict[str, Any]) -> float:
 
 def _print(results: list[Simulation]) -> None:
     """Print a row for each run."""
-    rows = table("preset", "skipped", "final scale", "smallest", "largest")
+    rows = []
     for result in results:
         skipped = f"{result.skipped_steps:,} of {result.steps:,} ({100 * result.skipped_steps / result.steps:.3g} %)"
         ending = "" if result.raised_at is None else f", then an error in step {result.raised_at:,}"
         scales = result.final_scale, min(result.scale), max(result.scale)
-        rows.add_row(result.name, skipped + ending, *(f"{scale:.10g}" for scale in scales))
-    console().print(rows)
+        rows.append((result.name, skipped + ending, *(f"{scale:.10g}" for scale in scales)))
+    console().print(table(("preset", "skipped", "final scale", "smallest", "largest"), rows))
