@@ -177,12 +177,15 @@ class Iteration:
     def begin_anew(self, number: int, steps: int) -> Iteration:
         """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved, or 0.
 
-        Gradients that nobody has unscaled yet can still be, by the state that they were scaled with.
+        Gradients that nobody has unscaled yet can still be, by the state that they were scaled with. The steps made
+        before do not count: ranks that load one checkpoint may have made other numbers of them.
         """
         state = self.state
         if self.agreement.failure is None:
-            self.read_verdicts()
-        following = Iteration(number, self.parts, steps or self.steps_before * self.is_at_boundary)
+            # Other ranks may have seen a difference already.
+            with contextlib.suppress(ScaleDesyncError):
+                self.read_verdicts()
+        following = Iteration(number, self.parts, steps)
         self.live.is_unused = self.live.is_unused or not self.is_at_boundary
         if state is not None and self.is_at_boundary:
             # The load may write to the arrays of the state.
