@@ -159,8 +159,8 @@ class Agreement:
         if rank is not None:
             return rank
         rank = 0
-        # Groups that are the axes of a grid of ranks give each rank a number of its own.
-        for collectives in reversed(self._groups or ()):
+        # Groups that are the axes of a grid of ranks give each rank a number of its own, row by row.
+        for collectives in self._groups or ():
             rank = rank * collectives.size + collectives.rank
         return rank
 
