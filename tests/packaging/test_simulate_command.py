@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from axes import require
+from optimizers import Tree
+
+import gradscale
 
 pytestmark = pytest.mark.numpy
 
@@ -135,6 +140,22 @@ def test_a_step_that_moves_no_scale_is_no_overflow(reason: str, magnitude: str, 
     path.write_text(clean + held + clean)
     (row,) = json.loads(run(str(path), "--json", "-p", "torch:growth_interval=2")[1])
     assert (row["skipped"], row["final_scale"]) == (0, 2.0**17)
+
+
+def test_the_counts_tell_a_spike_that_was_left_out_from_an_overflow(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    rule = gradscale.SkipSpikes(window=4)
+    scaler = gradscale.GradScaler(skip=rule, on_update=gradscale.callbacks.JSONLines(path))
+    optimizer = Tree()
+    for value in (1.0, 1.1, 0.9, 1.0, 1000.0, math.inf, 1.0):
+        optimizer.grads = [scaler.scale(np.float32([value]), loss=value)]
+        scaler.unscale_(optimizer)
+        if value < 1000.0:
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.counts() == {"taken": 5, "overflow": 1, "spike": 1, "refused": 0}
+    (row,) = json.loads(run(str(path), "--json")[1])
+    assert (row["steps"], row["skipped"], row["final_scale"]) == (6, 1, 2.0**15)
 
 
 def test_presets_are_rows_side_by_side() -> None:
