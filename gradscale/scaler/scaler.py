@@ -265,7 +265,7 @@ class GradScaler:
             record_disabled(self, optimizer)
             return optimizer.step(*args, **kwargs)
         with call_of(self, "step()"), Step(self._iteration, optimizer, args, kwargs, self._record) as step:
-            if step.is_made:
+            if step.calls_optimizer:
                 step.returned = optimizer.step(*step.args, **step.kwargs)
         return step.returned
 

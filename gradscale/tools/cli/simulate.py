@@ -15,6 +15,7 @@ from gradscale.core import validation
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
 from gradscale.policies import presets
+from gradscale.scaler.reports import HELD_NAMES
 from gradscale.tools import plot as plots
 from gradscale.tools.callbacks import read_log
 from gradscale.tools.cli.output import console, table
@@ -90,7 +91,7 @@ def _read(trace: str) -> Gradients:
 def _is_held(row: dict[str, Any], before: dict[str, Any]) -> bool:
     """Tell whether a step was skipped for a spike or a refusal; that of a loop that left it out, by the counts."""
     if not row.get("skipped") or row.get("reason") is not None:
-        return row.get("reason") in ("spike", "refused")
+        return row.get("reason") in HELD_NAMES
     counts = row.get("counts"), before.get("counts")
     overflows = [one.get("overflow") for one in counts if isinstance(one, dict)]
     return len(overflows) == len(counts) and overflows[0] == overflows[1]
