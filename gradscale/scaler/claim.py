@@ -237,14 +237,14 @@ def of_arrays(
     fields: list[Array | int] = [*flags, _USUAL, backend.fingerprint(state), *words, bits]
     # All numbers at once: on a device each copy is a launch.
     numbers = backend.integers([int(x) for x in fields if isinstance(x, int)], like)
-    parts, begin = [], 0
-    for are_numbers, run in itertools.groupby(fields, lambda x: isinstance(x, int)):
-        if are_numbers:
-            end = begin + len([*run])
-            parts.append(numbers[begin:end])
-            begin = end
+    parts, used = [], 0
+    for x in fields:
+        if isinstance(x, int):
+            parts.append(numbers[used : used + 1])
+            used += 1
         else:
-            parts += [xp.reshape(xp.astype(x, xp.int32), (-1,)) for x in run]
+            # To cast may copy.
+            parts.append(xp.reshape(x if x.dtype == xp.int32 else xp.astype(x, xp.int32), (-1,)))
     start = xp.concat(parts)
     return xp.concat([start, -start[_FLAGS:]])
 
