@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from axes import leave_out_gpu, require
 from axes_torch import torch
@@ -16,7 +14,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
 
 @pytest.fixture
-def comm() -> Any:
+def comm():
     """Return a communicator of this process alone."""
     if not torch.cuda.is_available():
         leave_out_gpu("torch finds no CUDA device")
@@ -27,13 +25,13 @@ def comm() -> Any:
     return Communicator.init(1, 0, get_unique_id())
 
 
-def collectives(comm: Any, timeout: float) -> Any:
+def collectives(comm, timeout: float):
     from gradscale_nccl import backend
 
     return backend.collectives(comm, timeout=timeout)
 
 
-def train(scaler: GradScaler, *bad: bool) -> tuple[float, list[Any]]:
+def train(scaler: GradScaler, *bad: bool):
     """Make an iteration for each of these, with an overflow where it says so; return what came of it."""
     optimizer = Tree()
     for is_bad in bad:
@@ -45,17 +43,17 @@ def train(scaler: GradScaler, *bad: bool) -> tuple[float, list[Any]]:
     return scaler.get_scale(), [grads[0].tolist() for grads in optimizer.seen]
 
 
-def test_a_world_of_one_conforms(comm: Any) -> None:
+def test_a_world_of_one_conforms(comm):
     check_collectives(collectives(comm, 60.0), torch.zeros(1, device="cuda"))
 
 
-def test_a_scaler_over_a_world_of_one_trains_as_one_without_a_group(comm: Any) -> None:
+def test_a_scaler_over_a_world_of_one_trains_as_one_without_a_group(comm):
     sharded = ShardedGradScaler(group=comm, init_scale=8.0, timeout=60.0)
     assert train(sharded, False, True, False) == train(GradScaler(init_scale=8.0), False, True, False)
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["default-stream", "side-stream"])
-def test_the_host_does_not_wait_until_the_result_is_asked_for(comm: Any, side: bool) -> None:
+def test_the_host_does_not_wait_until_the_result_is_asked_for(comm, side: bool):
     found = collectives(comm, 60.0)
     with torch.cuda.stream(torch.cuda.Stream() if side else torch.cuda.default_stream()):
         found.start_max(torch.zeros(2, dtype=torch.int32, device="cuda"))()
@@ -68,7 +66,7 @@ def test_the_host_does_not_wait_until_the_result_is_asked_for(comm: Any, side: b
         assert pending().tolist() == [3, -4]
 
 
-def test_a_device_that_is_late_ends_in_the_timeout_and_the_communicator_shrinks(comm: Any) -> None:
+def test_a_device_that_is_late_ends_in_the_timeout_and_the_communicator_shrinks(comm):
     found = collectives(comm, 0.05)
     x = torch.tensor([3, -4], dtype=torch.int32, device="cuda")
     collectives(comm, 60.0).start_max(x)()
@@ -82,6 +80,6 @@ def test_a_device_that_is_late_ends_in_the_timeout_and_the_communicator_shrinks(
     assert collectives(fewer, 60.0).start_max(x)().tolist() == [3, -4]
 
 
-def test_an_array_elsewhere_is_an_error(comm: Any) -> None:
+def test_an_array_elsewhere_is_an_error(comm):
     with pytest.raises(BackendError, match="sendbuf is on device -1"):
         collectives(comm, 60.0).start_max(torch.zeros(1, dtype=torch.int32))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
 
 @pytest.fixture(autouse=True)
-def _device() -> Iterator[None]:
+def _device():
     """Leave the tests out where there is no CUDA."""
     if not torch.cuda.is_available():
         leave_out_gpu("torch finds no CUDA device")
@@ -33,7 +33,7 @@ def _device() -> Iterator[None]:
 
 
 @pytest.fixture
-def without_sync(_device: None) -> Iterator[None]:
+def without_sync(_device: None):
     """Make every wait of the host for the device an error."""
     with warnings.catch_warnings():
         # torch calls this mode a prototype, once.
@@ -45,26 +45,26 @@ def without_sync(_device: None) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def run_on(device: str, scaler: Any, optimizer: str = "AdamW-fused", home: str = "", **options: Any) -> Small:
+def run_on(device: str, scaler, optimizer: str = "AdamW-fused", home: str = "", **options) -> Small:
     """Return a run of two parameters of ones on a device."""
     given = {"size": 5, "start": 1.0, "lr": 0.125, **options}
     return Small(scaler, optimizer, devices=[device] * 2, home=home or device, **given)
 
 
-def stall(device: str = "cuda") -> None:
+def stall(device: str = "cuda"):
     """Keep the current stream of a device busy for some tenths of a second; the host goes on."""
     with torch.cuda.device(device):
         torch.cuda._sleep(1_000_000_000)  # cycles
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
-def test_the_adapter_conforms_on_the_device(dtype: str) -> None:
+def test_the_adapter_conforms_on_the_device(dtype: str):
     like = torch.zeros(1, device="cuda")
     check_backend(gradscale.registry.backend_for(like), like, dtypes=[getattr(torch, dtype)])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_a_quotient_that_overflows_is_found_wherever_it_is(dtype: str) -> None:
+def test_a_quotient_that_overflows_is_found_wherever_it_is(dtype: str):
     kind, size = getattr(torch, dtype), (1 << 20) + 3
     state = gradscale.StaticScale(0.25).init(torch.zeros((), device="cuda"))
     for place in (None, 0, 1 << 16, size - 1):
@@ -78,7 +78,7 @@ def test_a_quotient_that_overflows_is_found_wherever_it_is(dtype: str) -> None:
 
 @pytest.mark.parametrize("variant", ["", "-fused"], ids=["foreach", "fused"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
-def test_a_run_is_torchs_bit_for_bit(name: str, variant: str) -> None:
+def test_a_run_is_torchs_bit_for_bit(name: str, variant: str):
     seen = []
     for make in (TorchScaler, GradScaler):
         run, states = run_on("cuda", make("cuda", growth_interval=2), name + variant), []
@@ -90,7 +90,7 @@ def test_a_run_is_torchs_bit_for_bit(name: str, variant: str) -> None:
 
 
 @pytest.mark.usefixtures("without_sync")
-def test_a_fused_iteration_scaling_unscaling_and_clipping_never_wait() -> None:
+def test_a_fused_iteration_scaling_unscaling_and_clipping_never_wait():
     run, plain = run_on("cuda", GradScaler("cuda")), run_on("cuda", GradScaler("cuda"), "SGD")
     for gradient in (1.0, math.inf, 1.0):
         run.iterate(gradient)
@@ -101,7 +101,7 @@ def test_a_fused_iteration_scaling_unscaling_and_clipping_never_wait() -> None:
     assert norm.item() == pytest.approx(10**0.5 / 65536)
 
 
-def test_a_fused_iteration_is_launched_while_the_device_is_busy() -> None:
+def test_a_fused_iteration_is_launched_while_the_device_is_busy():
     run, stream = run_on("cuda", GradScaler("cuda")), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         # Kernels are loaded, and memory is allocated, before the stream is kept busy.
@@ -124,7 +124,7 @@ def test_a_fused_iteration_is_launched_while_the_device_is_busy() -> None:
 @pytest.mark.parametrize("max_norm", [None, 1.5], ids=["unclipped", "clipped"])
 def test_gradients_of_the_host_wait_for_a_scale_behind_a_stalled_stream(
     name: str, options: dict[str, Any], max_norm: float | None
-) -> None:
+):
     # As with FSDP2's CPU offload.
     seen = []
     for home in ("cpu", "cuda"):
@@ -142,14 +142,14 @@ def test_gradients_of_the_host_wait_for_a_scale_behind_a_stalled_stream(
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_gradients_of_the_host_and_of_the_device_make_one_verdict(bad: int) -> None:
+def test_gradients_of_the_host_and_of_the_device_make_one_verdict(bad: int):
     run = Small(GradScaler("cuda"), devices=["cuda", "cpu"], home="cuda")
     run.iterate(*[math.inf if index == bad else 1.0 for index in range(2)])
     assert run.report.skipped
     assert run.scaler.get_scale() == 32768.0
 
 
-def captured_steps(scaler: Any, before: Callable[[], object] = lambda: None) -> list[tuple[float, int, bool, float]]:
+def captured_steps(scaler, before: Callable[[], object] = lambda: None) -> list[tuple[float, int, bool, float]]:
     """Return what each replay of a captured step leaves; ``before`` is called just before the capture.
 
     For gradients of 1, 1, inf and 1: the scale, the growth tracker, and whether the step was skipped at which scale.
@@ -159,7 +159,7 @@ def captured_steps(scaler: Any, before: Callable[[], object] = lambda: None) -> 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
 
-    def step() -> None:
+    def step():
         for parameter in run.parameters:
             parameter.grad.copy_(source * scaler._scale)
         run.step()
@@ -188,11 +188,11 @@ def captured_steps(scaler: Any, before: Callable[[], object] = lambda: None) -> 
 CAPTURED = [(8.0, 1, False, 8.0), (16.0, 0, False, 8.0), (8.0, 0, True, 16.0), (8.0, 1, False, 8.0)]
 
 
-def test_a_captured_graph_sees_the_scale_of_each_replay() -> None:
+def test_a_captured_graph_sees_the_scale_of_each_replay():
     assert captured_steps(GradScaler("cuda", init_scale=4.0, growth_interval=2)) == CAPTURED
 
 
-def test_a_captured_graph_agrees_over_nccl(tmp_path: Path) -> None:
+def test_a_captured_graph_agrees_over_nccl(tmp_path: Path):
     if not torch.distributed.is_nccl_available():
         pytest.skip("gpu: this build of torch has no NCCL")
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
@@ -203,7 +203,7 @@ def test_a_captured_graph_agrees_over_nccl(tmp_path: Path) -> None:
         (collectives,) = iteration_of(scaler).agreement.groups
         pending = []
 
-        def begin_many() -> None:
+        def begin_many():
             # More than are kept without a question whether they are done.
             x = torch.zeros(22, dtype=torch.int32, device="cuda")
             stall()
@@ -216,7 +216,7 @@ def test_a_captured_graph_agrees_over_nccl(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_a_step_that_the_host_has_to_read_is_refused_in_a_graph() -> None:
+def test_a_step_that_the_host_has_to_read_is_refused_in_a_graph():
     run = run_on("cuda", GradScaler("cuda", init_scale=4.0), "AdamW", capturable=True)
     run.iterate(1.0)
     run.give(1.0)

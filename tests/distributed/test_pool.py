@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.tier("ranks")]
 
 
 @pytest.fixture(autouse=True)
-def _mpi_is_there() -> None:
+def _mpi_is_there():
     require("mpi")
 
 
@@ -23,7 +23,7 @@ def processes(size: int = 2) -> set[int]:
     return {pid for pid, _ in MPIWorld(size).run(behave)}
 
 
-def assert_gone(pids: set[int]) -> None:
+def assert_gone(pids: set[int]):
     """Assert that processes end within some seconds."""
     end = time.monotonic() + 20.0
     while there := [pid for pid in pids if Path("/proc", str(pid)).exists()]:
@@ -31,7 +31,7 @@ def assert_gone(pids: set[int]) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_serve_one_scenario_after_the_other_but_for_those_that_are_alone() -> None:
+def test_ranks_serve_one_scenario_after_the_other_but_for_those_that_are_alone():
     shared = processes()
     ((first, name), _), alone = MPIWorld(2).run(behave), MPIWorld(2).run(behave_alone)
     assert processes() == shared
@@ -53,9 +53,7 @@ def test_ranks_serve_one_scenario_after_the_other_but_for_those_that_are_alone()
         ("is killed", 60.0, r"ranks \[.*1.*\] gave no answer: one has ended"),
     ],
 )
-def test_a_rank_that_raises_hangs_or_dies_ends_the_others_and_the_next_scenario_runs(
-    how: str, limit: float, said: str
-) -> None:
+def test_a_rank_that_raises_hangs_or_dies_ends_the_others_and_the_next_scenario_runs(how: str, limit: float, said: str):
     before = processes(3)
     if how == "raises":
         kinds = [type(result) for result in MPIWorld(3).run(behave, how, 1)]
@@ -67,6 +65,6 @@ def test_a_rank_that_raises_hangs_or_dies_ends_the_others_and_the_next_scenario_
     assert not processes(3) & before
 
 
-def test_ranks_that_end_badly_after_their_answer_are_an_error() -> None:
+def test_ranks_that_end_badly_after_their_answer_are_an_error():
     with pytest.raises(RuntimeError, match=r"the ranks did not end well; the launcher's status is [1-9]"):
         MPIWorld(2).run(behave_alone, "fails at its end", 1)

@@ -23,7 +23,7 @@ def bench(*arguments: str, path: str = ON_PATH) -> subprocess.CompletedProcess[s
     return python("-m", "benchmarks", *arguments, PYTHONPATH=path, OMP_NUM_THREADS="7")
 
 
-def test_a_case_is_measured_on_one_thread_printed_and_written(tmp_path: Path) -> None:
+def test_a_case_is_measured_on_one_thread_printed_and_written(tmp_path: Path):
     file = tmp_path / "numbers.json"
     completed = bench("--quick", "--only", "masters", "--json", str(file))
     assert completed.returncode == 0, completed.stderr
@@ -33,7 +33,7 @@ def test_a_case_is_measured_on_one_thread_printed_and_written(tmp_path: Path) ->
     assert json.loads(file.read_text())["threads"] == "1"
 
 
-def test_a_case_that_raises_is_a_failure_and_one_whose_library_is_missing_is_listed(tmp_path: Path) -> None:
+def test_a_case_that_raises_is_a_failure_and_one_whose_library_is_missing_is_listed(tmp_path: Path):
     for error, status, said in (
         ("ModuleNotFoundError(\"No module named 'torch'\", name='torch')", 0, "not run: torch-unscale, because No mod"),
         ("RuntimeError('out of order')", 1, "failed: torch-unscale, because RuntimeError: out of order"),
@@ -47,7 +47,7 @@ def test_a_case_that_raises_is_a_failure_and_one_whose_library_is_missing_is_lis
         assert bench(*arguments[0], "--check", path=arguments[1]).returncode == 1
 
 
-def test_a_name_that_no_case_has_is_refused() -> None:
+def test_a_name_that_no_case_has_is_refused():
     completed = bench("--only", "nothing of this name")
     assert completed.returncode == 2
     assert "no case has 'nothing of this name' in its name" in completed.stderr

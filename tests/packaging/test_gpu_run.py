@@ -70,7 +70,7 @@ PARTS += ["example-fsdp2", "example-fsdp1", "example-ddp", "example-jax"]
 PARTS += [f"benchmarks-cupy-{case}" for case in ("copy", "torch", "plan", "waits")]
 
 
-def prepared(folder: Path, **how: Any) -> dict[str, str]:
+def prepared(folder: Path, **how) -> dict[str, str]:
     """Write the programs, and return the variables for a scenario: settings of gpu.py, and what PYTHON does."""
     own = folder / "own"
     for program, text in (
@@ -90,7 +90,7 @@ def results_in(folder: Path) -> dict[str, str]:
     return {part["name"]: part["result"] for part in json.loads((folder / "gpu-report.json").read_text())}
 
 
-def report(folder: Path, **how: Any) -> tuple[int, dict[str, str], list[Any]]:
+def report(folder: Path, **how):
     """Run it; return the exit status, the result of each part, and each call of the interpreter."""
     done = ran(sys.executable, PROGRAM, folder=folder, **prepared(folder, **how))
     assert "Traceback" not in done.stderr, done.stderr
@@ -100,7 +100,7 @@ def report(folder: Path, **how: Any) -> tuple[int, dict[str, str], list[Any]]:
     return done.returncode, results_in(folder), [json.loads(line) for line in calls]
 
 
-def test_the_python_that_is_there_runs_all_that_its_libraries_allow_also_after_a_failure(tmp_path: Path) -> None:
+def test_the_python_that_is_there_runs_all_that_its_libraries_allow_also_after_a_failure(tmp_path: Path):
     status, results, calls = report(tmp_path, failing="gpu and torch", missing=["jax", "mpi4py"])
     left_out = dict.fromkeys(["tests-jax", "example-cupy-mpi", "example-jax"], "left out")
     assert (status, results) == (1, dict.fromkeys(PARTS, "passed") | left_out | {"tests-torch": "failed"})
@@ -149,7 +149,7 @@ ENDED = {"parts": "tests", "slow": "gpu and torch", "jobs": "1"}
 )
 def test_it_passes_if_something_ran_on_a_gpu_and_nothing_failed(
     tmp_path: Path, how: dict[str, Any], status: int, expected: dict[str, str]
-) -> None:
+):
     assert report(tmp_path, **how)[:2] == (status, expected)
     # What measures has the machine for itself.
     for log in tmp_path.glob("gpu-report/benchmarks-*.txt"):
@@ -157,7 +157,7 @@ def test_it_passes_if_something_ran_on_a_gpu_and_nothing_failed(
 
 
 @pytest.mark.parametrize("caller", [False, True], ids=["itself", "its caller"])
-def test_ended_it_ends_what_its_parts_have_started_and_says_how_far_they_came(tmp_path: Path, caller: bool) -> None:
+def test_ended_it_ends_what_its_parts_have_started_and_says_how_far_they_came(tmp_path: Path, caller: bool):
     variables = os.environ | prepared(tmp_path, **ENDED)
     command = ["sh", "-c", '"$@"; true', "sh"] if caller else []
     with subprocess.Popen(
@@ -185,9 +185,7 @@ def test_ended_it_ends_what_its_parts_have_started_and_says_how_far_they_came(tm
     assert caller or it.returncode == 1
 
 
-def test_wheels_in_a_folder_are_there_with_their_programs_and_a_copy_without_git_is_of_no_known_commit(
-    tmp_path: Path,
-) -> None:
+def test_wheels_in_a_folder_are_there_with_their_programs_and_a_copy_without_git_is_of_no_known_commit(tmp_path: Path):
     copy = tmp_path / "copy"
     for name in (".ci/gpu.py", "pyproject.toml", "gradscale/version.py"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +201,7 @@ def test_wheels_in_a_folder_are_there_with_their_programs_and_a_copy_without_git
     assert (tmp_path / "gpu-report.txt").read_text().startswith("unknown commit, ")
 
 
-def test_a_python_without_gradscale_gets_the_libraries_of_the_drivers_cuda_and_the_adapters(tmp_path: Path) -> None:
+def test_a_python_without_gradscale_gets_the_libraries_of_the_drivers_cuda_and_the_adapters(tmp_path: Path):
     program = runpy.run_path(str(PROGRAM))
     for version, major in ((": 12.4", 12), (": 13.0", 13), (" UMD Version: 13.1", 13), (": 14.2", 13)):
         said = f"| Driver Version: 580.1     CUDA{version if 'UMD' in version else f' Version{version}'}     |"

@@ -45,7 +45,7 @@ def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
 @example(scale=2.0**127, interval=2, behind=1, growth=2.0 - 2.0**-24, backoff=0.5, found=0)
 def test_update_is_torchs(
     arrays: Library, scale: float, interval: int, behind: int, growth: float, backoff: float, found: int
-) -> None:
+):
     policy = DynamicScale(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
     tracker = max(interval - behind, 0)
     new_scale, new_tracker = torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)
@@ -63,7 +63,7 @@ def test_update_is_torchs(
 PATTERNS: dict[str, Any] = {"float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 
 
-def torch_unscale(grads: list[Any], scale: float) -> tuple[list[Any], bool]:
+def torch_unscale(grads: list[Any], scale: float):
     """Return torch's gradients and verdict, given NumPy's."""
     tensors = [torch.from_numpy(grad.copy()) for grad in grads]
     inverse = torch.tensor(scale).double().reciprocal().float()
@@ -72,7 +72,7 @@ def torch_unscale(grads: list[Any], scale: float) -> tuple[list[Any], bool]:
     return [tensor.numpy() for tensor in tensors], bool(found.item())
 
 
-def check_unscale(arrays: Library, grads: list[Any], scale: float) -> None:
+def check_unscale(arrays: Library, grads: list[Any], scale: float):
     """Compare bits and verdict."""
     names = [grad.dtype.name for grad in grads]
     theirs, their_verdict = torch_unscale(grads, scale)
@@ -92,7 +92,7 @@ def check_unscale(arrays: Library, grads: list[Any], scale: float) -> None:
     data=st.data(),
     scale=st.one_of(st.sampled_from([2.0**16, 1.0, 2.0**-4, 3.0]), st.floats(SMALLEST, LARGEST, width=32)),
 )
-def test_unscale_is_torchs_whatever_the_dtypes_and_the_bits(arrays: Library, data: Any, scale: float) -> None:
+def test_unscale_is_torchs_whatever_the_dtypes_and_the_bits(arrays: Library, data, scale: float):
     grads = []
     for dtype in data.draw(st.lists(st.sampled_from(list(PATTERNS)), max_size=3)):
         unsigned = PATTERNS[dtype]
@@ -101,7 +101,7 @@ def test_unscale_is_torchs_whatever_the_dtypes_and_the_bits(arrays: Library, dat
     check_unscale(arrays, grads, scale)
 
 
-def test_unscale_of_bfloat16_is_torchs() -> None:
+def test_unscale_of_bfloat16_is_torchs():
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for scale in (65536.0, 3.0, 2.0**-10):
         theirs = patterns.clone().view(torch.bfloat16)
@@ -122,9 +122,7 @@ def test_unscale_of_bfloat16_is_torchs() -> None:
     interval=st.integers(1, 5),
     factors=st.sampled_from([(2.0, 0.5), (1.7, 0.3), (4.0, 0.25)]),
 )
-def test_a_whole_run_is_torchs(
-    arrays: Library, sequence: list[str], interval: int, factors: tuple[float, float]
-) -> None:
+def test_a_whole_run_is_torchs(arrays: Library, sequence: list[str], interval: int, factors: tuple[float, float]):
     settings = {"growth_factor": factors[0], "backoff_factor": factors[1], "growth_interval": interval}
     theirs, ours = TorchScaler("cpu", **settings), GradScaler(**settings)  # type: ignore[arg-type]
     parameter = torch.nn.Parameter(torch.zeros(2))

@@ -6,14 +6,13 @@ import atexit
 import os
 import signal
 import time
-from typing import Any
 
 from worlds import alone
 
 __all__ = ["behave", "behave_alone"]
 
 
-def behave(comm: Any, how: str = "well", where: int = 0) -> tuple[int, str]:
+def behave(comm, how: str = "well", where: int = 0) -> tuple[int, str]:
     """Do something on one rank; the process, and the name of its communicator."""
     if how == "well":
         comm.Barrier()
@@ -29,6 +28,6 @@ def behave(comm: Any, how: str = "well", where: int = 0) -> tuple[int, str]:
 
 
 @alone
-def behave_alone(comm: Any, how: str = "well", where: int = 0) -> tuple[int, str]:
+def behave_alone(comm, how: str = "well", where: int = 0) -> tuple[int, str]:
     """Do the same in processes that serve nothing else."""
     return behave(comm, how, where)

@@ -39,23 +39,23 @@ LEARNING_RATE = 0.25
 SCALE = 1024.0
 
 
-def spread(value: Any) -> list[Any]:
+def spread(value):
     """Return what each rank has."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
-def found_in(report: OverflowReport) -> Any:
+def found_in(report: OverflowReport):
     """Return the entries of a report by rank and name, as ``look`` says what is expected."""
-    by_rank: Any = {}
+    by_rank = {}
     for one in report.entries:
         value = None if one.missing else (list(one.shape), one.inf, one.largest)
         by_rank.setdefault(one.rank, {})[one.name] = value
     return by_rank
 
 
-def assert_is_told(report: OverflowReport, expected: Any, bad: tuple[int, ...] | None) -> None:
+def assert_is_told(report: OverflowReport, expected, bad: tuple[int, ...] | None):
     """Assert that a report says of each rank what is expected, and names the only bad one."""
     assert found_in(report) == expected
     assert [one.rank for one in report.entries if one.inf or one.nan] == ([] if bad is None else [bad])
@@ -67,7 +67,7 @@ def assert_is_told(report: OverflowReport, expected: Any, bad: tuple[int, ...] |
         assert said in report.to_dict()["explanation"]
 
 
-def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
+def each_rank_in_turn(group, setup: Setup, how: str):
     """Train with an infinity on each rank in turn, and a clean iteration at the end; each rank is told the same.
 
     ``how`` is the optimizer: "plain"; "fused", which unscales and skips in its kernel; "late", the same whose verdict
@@ -128,7 +128,7 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
     return told
 
 
-def broken_shards(group: Any, setup: Setup) -> list[list[dict[str, Any]]]:
+def broken_shards(group, setup: Setup):
     """Break a weight, and then a moment, on each rank in turn, and overflow three times on rank 0; what all are told.
 
     Before it and after it the model is whole, which is told first and last.
@@ -137,7 +137,7 @@ def broken_shards(group: Any, setup: Setup) -> list[list[dict[str, Any]]]:
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=LEARNING_RATE)
     scaler = make_scaler(setup, "gradscale", init_scale=SCALE, diagnose="on_overflow")
 
-    def iterate(overflows: bool) -> Any:
+    def iterate(overflows: bool):
         optimizer.zero_grad()
         scaler.scale(backward_loss(model, group.rank())).backward()
         if overflows and group.rank() == 0:
@@ -146,7 +146,7 @@ def broken_shards(group: Any, setup: Setup) -> list[list[dict[str, Any]]]:
         scaler.update()
         return scaler.last_step(optimizer).overflow
 
-    def asked() -> dict[str, Any]:
+    def asked():
         return scaler.diagnose(optimizer, gather=True, state=True).to_dict()
 
     iterate(False)
@@ -170,7 +170,7 @@ def broken_shards(group: Any, setup: Setup) -> list[list[dict[str, Any]]]:
     return [*told, [asked()]]
 
 
-def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float) -> dict[str, Any]:
+def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float):
     """Return what a diagnosis is to say of this rank's gradients: shape, infinities and largest finite magnitude."""
     found: dict[str, Any] = dict.fromkeys(names)
     for name, parameter in zip(names, parameters, strict=True):
@@ -181,7 +181,7 @@ def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float) -> di
     return found
 
 
-def each_rank_of_a_mesh(group: Any, parallel: str, is_given: bool) -> Any:
+def each_rank_of_a_mesh(group, parallel: str, is_given: bool):
     """Put an infinity on each rank of a mesh in turn; a diagnosis over the mesh, or over its dimensions one by one."""
     model = distribute_over((2, 2), parallel)
     parameters = list(model.parameters())
@@ -206,7 +206,7 @@ def each_rank_of_a_mesh(group: Any, parallel: str, is_given: bool) -> Any:
     return told
 
 
-def odd_gradients_of_a_mesh(group: Any, odd_rank: int, kind: str) -> Any:
+def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
     """Gather over a mesh where one rank has a gradient that is "missing" or "overlapping", or has seen no loss."""
     mesh = init_device_mesh("cpu", (group.size(),))
     parameter = sharded(mesh)
@@ -218,7 +218,7 @@ def odd_gradients_of_a_mesh(group: Any, odd_rank: int, kind: str) -> Any:
     if not is_odd or kind == "overlapping":
         parameter.grad = as_dtensor(mesh, torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0))
     report = scaler.diagnose(optimizer, ["weight"], gather=True)
-    values: Any = {(rank,): {"weight": ([2], 0, 1.0)} for rank in range(group.size())}
+    values = {(rank,): {"weight": ([2], 0, 1.0)} for rank in range(group.size())}
     if kind != "overlapping":
         values[odd_rank,]["weight"] = None
     assert (report.scale, report.cause, found_in(report)) == (4.0, "none", values)
@@ -233,7 +233,7 @@ def odd_gradients_of_a_mesh(group: Any, odd_rank: int, kind: str) -> Any:
     return report.to_dict()
 
 
-def loss_of_a_mesh(group: Any, bad_rank: int, placement: str) -> None:
+def loss_of_a_mesh(group, bad_rank: int, placement: str):
     """Scale a loss that is a DTensor, replicated or a part on each rank, and skip the step."""
     mesh = init_device_mesh("cpu", (group.size(),))
     is_bad = group.rank() == bad_rank or placement == "replicated"

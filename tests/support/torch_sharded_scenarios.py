@@ -22,12 +22,12 @@ import gradscale
 LEARNING_RATE = 1.0
 
 
-def make_optimizer(parameters: Sequence[Tensor], **options: Any) -> Any:
+def make_optimizer(parameters: Sequence[Tensor], **options):
     """Return an SGD that counts, in ``real_steps``, how often it has been called."""
-    optimizer: Any = torch.optim.SGD(parameters, lr=LEARNING_RATE, **options)
+    optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, **options)
     optimizer.real_steps = 0
 
-    def count(*_: Any) -> None:
+    def count(*_):
         optimizer.real_steps += 1
 
     optimizer.register_step_post_hook(count)
@@ -50,13 +50,13 @@ def loss() -> Tensor:
 class Speaking(torch.optim.SGD):
     """SGD whose step returns something, as a step with a closure does."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         """Step, and say so."""
         super().step(closure)
         return "stepped"
 
 
-def train(group: Any, library: str, bad: Sequence[int], value: float = math.inf, **settings: Any) -> list[Any]:
+def train(group, library: str, bad: Sequence[int], value: float = math.inf, **settings):
     """Make three iterations, in the second of which some ranks' first gradient has a bad value; what became of each.
 
     Settings
@@ -115,7 +115,7 @@ def skipped_once(records: list[dict[str, Any]]) -> bool:
 # As torch's.
 
 
-def as_torchs(group: Any, bad_rank: int, explicit: bool) -> Any:
+def as_torchs(group, bad_rank: int, explicit: bool):
     """Overflow on one rank: ``step`` returns None on all, and all is as with torch's scaler."""
     names = ("returned", "scale", "tracker", "weights")
     theirs, ours = (
@@ -130,7 +130,7 @@ def as_torchs(group: Any, bad_rank: int, explicit: bool) -> Any:
 # Beyond torch's.
 
 
-def fused_on_one(group: Any, bad_rank: int, name: str) -> None:
+def fused_on_one(group, bad_rank: int, name: str):
     """Overflow on one rank with a fused optimizer: torch's other ranks step, and ours skip."""
     settings = {"optimizer": name, "fused": True}
     assert skipped_once(train(group, "torch", [bad_rank], **settings)) == (group.rank() == bad_rank)
@@ -139,14 +139,14 @@ def fused_on_one(group: Any, bad_rank: int, name: str) -> None:
     assert [record["told"] for record in ours] == [[0.0], [1.0], [0.0]]
 
 
-def fused_on_all(group: Any, name: str) -> None:
+def fused_on_all(group, name: str):
     """Overflow on all ranks with a fused optimizer after ``unscale_``: torch's verdict is a sum, and ours is 1."""
     ours = train(group, "gradscale", range(group.size()), optimizer=name, fused=True, explicit=True)
     assert skipped_once(ours)
     assert [record["told"] for record in ours] == [[0.0], [1.0], [0.0]]
 
 
-def without_gradients(group: Any, empty_rank: int, is_fused: bool) -> None:
+def without_gradients(group, empty_rank: int, is_fused: bool):
     """Have no gradients on one rank while another one overflows."""
     bad_rank = (empty_rank - 1) % group.size()
     ours = train(group, "gradscale", [bad_rank], empty=empty_rank, fused=is_fused)
@@ -154,7 +154,7 @@ def without_gradients(group: Any, empty_rank: int, is_fused: bool) -> None:
     assert [record["sent"] for record in ours[1:]] == [(1, 1)] * 2
 
 
-def never_scaled(group: Any, silent: int, is_fused: bool) -> None:
+def never_scaled(group, silent: int, is_fused: bool):
     """Never call ``scale`` on one rank while another one overflows."""
     assert skipped_once(train(group, "gradscale", [(silent + 1) % group.size()], silent=silent, fused=is_fused))
 
@@ -162,25 +162,25 @@ def never_scaled(group: Any, silent: int, is_fused: bool) -> None:
 # DTensors, and the plain scaler.
 
 
-def as_dtensor(mesh: Any, local: Tensor) -> DTensor:
+def as_dtensor(mesh, local: Tensor) -> DTensor:
     """Return a DTensor sharded over all dimensions of a mesh, of which this is the rank's part."""
     return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim)
 
 
-def sharded(mesh: Any, value: float | None = None) -> torch.nn.Parameter:
+def sharded(mesh, value: float | None = None) -> torch.nn.Parameter:
     """Return a parameter of ones, two on each rank, and a gradient of this value."""
     parameter = torch.nn.Parameter(as_dtensor(mesh, torch.ones(2)))
     parameter.grad = None if value is None else as_dtensor(mesh, torch.full((2,), value))
     return parameter
 
 
-def local(tensor: Any) -> list[float]:
+def local(tensor) -> list[float]:
     """Return this rank's part of a DTensor."""
     part: list[float] = tensor.to_local().tolist()
     return part
 
 
-def no_gradient_of_a_mesh(group: Any, empty_rank: int, max_norm: float | None) -> None:
+def no_gradient_of_a_mesh(group, empty_rank: int, max_norm: float | None):
     """Have no gradient on one rank, with DTensors and the plain scaler, where torch's fails and leaves the others."""
     rank, size = rank_and_size(group)
     expected, step = math.sqrt(2 * (size - 1)), 1.0
@@ -198,7 +198,7 @@ def no_gradient_of_a_mesh(group: Any, empty_rank: int, max_norm: float | None) -
     assert math.isclose(local(parameter.data)[1], 1.0 - (rank != empty_rank) * step, rel_tol=1e-4)
 
 
-def clip_of_a_mesh(group: Any, bad_rank: int, value: float) -> None:
+def clip_of_a_mesh(group, bad_rank: int, value: float):
     """Clip DTensors by their norm, of which one part is not finite: that and its rank are counted, and no other."""
     rank, size = rank_and_size(group)
     # Products of a scale below 1 are judged.
@@ -231,7 +231,7 @@ def meshes_over(size: int, rank: int, kind: str) -> list[DeviceMesh]:
     return [everyone, *own] if kind == "half" else [*own, everyone]
 
 
-def two_meshes(group: Any, bad_rank: int | None, kind: str, which: int, is_given: bool) -> None:
+def two_meshes(group, bad_rank: int | None, kind: str, which: int, is_given: bool):
     """Step one optimizer with DTensors of two meshes, one of which then has a bad value on one rank."""
     rank, size = rank_and_size(group)
     parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, kind)]
@@ -251,7 +251,7 @@ def two_meshes(group: Any, bad_rank: int | None, kind: str, which: int, is_given
     assert (optimizer.real_steps, scaler.get_scale()) == ((2, 4.0) if bad_rank is None else (1, 2.0))
 
 
-def clip_of_two_meshes(group: Any, kind: str) -> None:
+def clip_of_two_meshes(group, kind: str):
     """Clip by the norm of all shards over the same ranks; over others it is not defined, and nothing is modified."""
     rank, size = rank_and_size(group)
     parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, kind)]
@@ -272,7 +272,7 @@ def clip_of_two_meshes(group: Any, kind: str) -> None:
         assert math.isclose(local(one.grad)[0], 0.5 / norm, rel_tol=1e-4)
 
 
-def clip_dtensors_and_plain_tensors(group: Any) -> None:
+def clip_dtensors_and_plain_tensors(group):
     """Clip while unscaling what has no norm that is defined: DTensors beside plain tensors."""
     scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
     (plain,) = parameters_with(4.0)
