@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scenarios
 from axes import require
-from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree, each
+from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree, each
 
 import gradscale
 from gradscale import GroupAgreement
@@ -21,11 +21,12 @@ BAD = (math.inf, -math.inf, math.nan)
 MARKS = {"torch": [pytest.mark.torch], "jax": [pytest.mark.jax]}
 
 
-def test_a_rank_that_differs_or_raises_is_found():
-    agree(ThreadWorld(2), lambda _: 1, [()])
-    for wrong in (lambda group: group.rank, lambda group: 1 // group.rank, lambda _: [][0]):
-        with pytest.raises(AssertionError):
-            agree(ThreadWorld(2), wrong, [()])
+def test_a_rank_that_differs_raises_or_dies_is_found(world: World):
+    agree(world, scenarios.behaving, [("well",)])
+    for how in ("differs", "raises", "raises everywhere", *["dies"] * isinstance(world, MPIWorld)):
+        with pytest.raises((AssertionError, RuntimeError)):
+            agree(world, scenarios.behaving, [(how,)])
+    agree(world, scenarios.behaving, [("well",)])
 
 
 def turns(*others) -> Cases:

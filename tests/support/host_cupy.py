@@ -324,37 +324,21 @@ class Event:
 class RawKernel:
     """A kernel, on the host."""
 
-    def __init__(self, code: str, name: str, options: tuple[str, ...]):
-        source = host_kernels.SOURCE.read_text(encoding="utf-8")
-        assert code.startswith(source)
-        self._name, self._code, self._options = name, code, options
-        self._is_written = code != source
+    def __init__(self, code: str, name: str, _options: tuple[str, ...]):
+        assert code == host_kernels.SOURCE.read_text(encoding="utf-8")
+        self._name = name
 
     def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]):
         """Launch it as CuPy does."""
-        # What is written out of a trace says itself what it takes.
-        expected = self._parameters() if self._is_written else host_kernels.ARGUMENTS[self._name.partition("_")[0]]
-        assert (grid[0] > 0, block) == (True, (1,) if self._is_written else (256,))
+        expected = host_kernels.ARGUMENTS[self._name.partition("_")[0]]
+        assert (grid[0] > 0, block) == (True, (256,))
         assert len(args) == len(expected)
         assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
         assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
         _advance(_device_id())
-        values = [_c_value(x) for x in args]
-        if self._is_written:
-            kernels = host_kernels.one_kernel(self._name, self._code, self._options)
-            host_kernels.run(kernels, self._name, grid[0], values, block[0])
-        else:
-            host_kernels.run(host_kernels.library(), self._name, grid[0], values)
-        arrays = args[0].size // _ROW if not self._is_written and len(expected) > 3 else 1
+        host_kernels.run(host_kernels.library(), self._name, grid[0], [_c_value(x) for x in args])
+        arrays = args[0].size // _ROW if len(expected) > 3 else 1
         log.append(("launch", self._name, _device_id(), arrays))
-
-    def _parameters(self):
-        """Return the dtypes of what a kernel takes."""
-        parameters = self._code.partition(f"void {self._name}(")[2].partition(")")[0].split(", ")
-        return [_DTYPES[one.removeprefix("const ").partition(" ")[0].rstrip("*")] for one in parameters]
-
-
-_DTYPES = {"int": np.int32, "float": np.float32, "double": np.float64}
 
 
 def _c_value(x):

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ __all__ = [
     "compiled",
     "launch",
     "library",
-    "one_kernel",
     "run",
 ]
 
@@ -79,17 +77,6 @@ class ThreadsDoNotMeetError(Exception):
 def library() -> ctypes.CDLL:
     """Return the kernels, compiled once for all processes of a session; any warning is an error."""
     return compiled(SOURCE, f"-DGRADSCALE_THREADS={THREADS}")
-
-
-@functools.cache
-def one_kernel(name: str, code: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Return the only kernel of a source, compiled once for all processes of a session."""
-    path = _folder() / f"{hashlib.sha256(code.encode()).hexdigest()}.cu"
-    # Whoever else writes it writes the same.
-    part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-    part.write_text(code, encoding="utf-8")
-    part.rename(path)
-    return compiled(path, *(option for option in options if option.startswith("-D")), f"-DHOST_ONE={name}")
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,16 @@ def raised(kind: type[Exception], call: Callable[[], Any], *said: str) -> Except
     missing = [text for text in said if text not in str(found)]
     assert not missing, f"{found}\ndoes not say {missing}"
     return found
+
+
+def behaving(group, how: str):
+    """Do well, or as a rank of a test that has to fail."""
+    rank, _ = rank_and_size(group)
+    if how == "dies" and rank == 1:
+        os._exit(0)
+    assert how != "raises everywhere"
+    assert (how, rank) != ("raises", 1)
+    return rank if how == "differs" else 0
 
 
 # Steps.
