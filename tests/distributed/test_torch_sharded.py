@@ -17,16 +17,13 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 MESHES = ("same", "half", "half first", "some")
 # For each, the scenario and what it is asked beside each rank in turn.
 TURNS: list[tuple[Any, ...]] = [
-    *(("as_torchs", explicit) for explicit in (False, True)),
-    *(("fused_on_one", name) for name in FUSED),
-    *(("without_gradients", is_fused) for is_fused in (False, True)),
-    *(("never_scaled", is_fused) for is_fused in (False, True)),
+    *(("fused", name) for name in FUSED),
+    *(("without", what, is_fused) for what in ("empty", "silent") for is_fused in (False, True)),
     *(("no_gradient_of_a_mesh", max_norm) for max_norm in (None, 0.5)),
     *(("clip_of_a_mesh", value) for value in (math.inf, math.nan)),
     *(("two_meshes", kind, which, False) for kind in MESHES for which in range(2)),
 ]
 ONCE: list[tuple[Any, ...]] = [
-    *(("fused_on_all", name) for name in FUSED),
     *(("two_meshes", None, kind, 0, is_given) for kind in MESHES for is_given in (False, True)),
     *(("clip_of_two_meshes", kind) for kind in MESHES if kind != "some"),
     ("clip_dtensors_and_plain_tensors",),
@@ -51,21 +48,15 @@ def fsdp():
     return importlib.import_module("fsdp_scenarios")
 
 
-def leave_out_adagrad(arguments: list[Any]):
-    """Leave out what looks at the verdict that a fused Adagrad is told."""
-    if "Adagrad" in arguments:
-        leave_out_on_torch_2_6("its fused Adagrad leaves the verdict to the scaler")
-
-
 @pytest.mark.parametrize(("name", "others"), [(name, others) for name, *others in TURNS], ids=str)
 def test_each_rank_in_turn(gloo: GlooWorld, scenarios, name: str, others: list[Any]):
-    leave_out_adagrad(others)
+    if "Adagrad" in others:
+        leave_out_on_torch_2_6("its fused Adagrad leaves the verdict to the scaler")
     agree(gloo, getattr(scenarios, name), [(rank, *others) for rank in range(gloo.size)])
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, arguments) for name, *arguments in ONCE], ids=str)
 def test_all_ranks(gloo: GlooWorld, scenarios, name: str, arguments: list[Any]):
-    leave_out_adagrad(arguments)
     agree(gloo, getattr(scenarios, name), [tuple(arguments)])
 
 
