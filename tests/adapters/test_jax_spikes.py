@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from axes_jax import COUNT, P, assert_one_reduction, gradscale_jax, jax, jnp, mesh
+from axes_jax import COUNT, P, gradscale_jax, jax, jnp, mesh
 from optax_runs import HOWS, assert_close, assert_same_bits, drive, first_params, gradients, optax, plain_step
 from tiers import later
 
@@ -76,37 +76,6 @@ def test_spikes_leave_the_scale_and_the_trajectory_of_the_other_steps(how: str):
         assert run.states.windows.count[-1, row] == expected.count == RULE.window
         assert run.states.windows.skipped[-1, row] == expected.skipped == 0
     assert run.states.windows.skipped[:, 0].tolist() == [0] * 7 + [1, 2, 0, 1, 0]
-
-
-def test_ranks_with_losses_of_their_own_skip_together_by_one_message():
-    tx = gradscale_jax.scaled(optax.sgd(1.0), POLICY, axis_name="data", skip=SkipSpikes(window=4))
-    spread = P("data")
-
-    def step(state, losses, grads):
-        state = jax.tree.map(lambda row: row[0], state)
-        updates, state = tx.update(grads[0], state, value=losses[0])
-        return jax.tree.map(lambda leaf: leaf[None], (updates, state))
-
-    mapped = jax.jit(jax.shard_map(step, mesh=mesh("data"), in_specs=spread, out_specs=spread))
-    first = jax.tree.map(lambda leaf: jnp.stack([leaf] * COUNT), tx.init(jnp.zeros(2)))
-    grads = np.ones((COUNT, 2), np.float32)
-    assert_one_reduction(mapped, first, np.ones(COUNT, np.float32), grads)
-
-    state = first
-    for number in range(4):
-        _, state = mapped(state, np.arange(1, COUNT + 1, dtype=np.float32) * (1 + number % 2), grads)
-    assert state.skipped.tolist() == [0] * COUNT
-    for rank in range(COUNT):
-        losses, bad = np.arange(1, COUNT + 1, dtype=np.float32), grads.copy()
-        # More than every loss of the last rank.
-        losses[rank], bad[rank - 1] = 100.0, math.inf
-        for given, spike in ((grads, True), (bad, False)):
-            updates, new = mapped(state, losses, given)
-            assert new.verdict.spike.tolist() == [spike] * COUNT
-            assert new.verdict.finite.tolist() == [spike] * COUNT
-            assert not np.asarray(updates).any()
-            assert new.scale_state.scale.tolist() == [4.0 if spike else 2.0] * COUNT
-            assert_same_bits(new.windows.values, state.windows.values)
 
 
 def test_a_mean_loss_and_summed_gradients_keep_windows_that_are_whole_on_each_rank():

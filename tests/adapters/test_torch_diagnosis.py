@@ -58,22 +58,6 @@ def test_magnitudes_are_those_of_the_true_gradients_at_every_stage(
         assert [*found, largest(run)] == [WEIGHT] * (4 if explicit else 3)
 
 
-@pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
-def test_a_skipped_step_is_diagnosed_by_itself_with_its_names_and_its_loss(name: str):
-    scaler = GradScaler("cpu", diagnose="on_overflow")
-    run = Small(scaler, lambda parameters: optimizer_of(name, zip("ab", parameters, strict=True)), count=2)
-    for loss, cause in ((1.0, "scale"), (math.nan, "model")):
-        run.give(math.inf, 1.0)
-        scaler.scale(torch.tensor(loss))
-        scaler.step(run.optimizer)
-        report = run.report.overflow
-        scaler.update()
-        assert [entry.name for entry in report.nonfinite] == ["a"]
-        assert (report.nonfinite[0].inf, report.nonfinite[0].nan, report.cause) == (2, 0, cause)
-    run.iterate(1.0)
-    assert run.report.overflow is None
-
-
 def test_gradients_that_are_unscaled_after_a_skipped_fused_step_are_known_to_be():
     run = named(GradScaler("cpu", init_scale=1024.0))
 

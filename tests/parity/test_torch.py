@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from axes_torch import TorchScaler, torch
+from axes_torch import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from libraries import Library, opened
-from optimizers import Tree
 from runs import start
 
 import gradscale
-from gradscale import DynamicScale, GradScaler
+from gradscale import DynamicScale
 
 pytestmark = [
     pytest.mark.torch,
@@ -112,42 +110,3 @@ def test_unscale_of_bfloat16_is_torchs():
         both_nan = torch.isnan(ours) & torch.isnan(theirs)
         assert bool((both_nan | (ours.view(torch.int16) == theirs.view(torch.int16))).all())
         assert (found.item(), nonfinite.item()) == (1.0, 1)
-
-
-# Whole runs.
-
-
-@given(
-    sequence=st.lists(st.sampled_from(["clean", "clean", "clean", "inf", "nan", "skip", "unscaled"]), max_size=40),
-    interval=st.integers(1, 5),
-    factors=st.sampled_from([(2.0, 0.5), (1.7, 0.3), (4.0, 0.25)]),
-)
-def test_a_whole_run_is_torchs(arrays: Library, sequence: list[str], interval: int, factors: tuple[float, float]):
-    settings = {"growth_factor": factors[0], "backoff_factor": factors[1], "growth_interval": interval}
-    theirs, ours = TorchScaler("cpu", **settings), GradScaler(**settings)  # type: ignore[arg-type]
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    optimizer, recording = torch.optim.SGD([parameter], lr=1.0), Tree()
-    moved = 0
-    for event in sequence:
-        factor = theirs.scale(torch.tensor(1.0)).item()
-        assert arrays.item(ours.scale(arrays.asarray(1.0))) == factor
-        gradient = {"inf": math.inf, "nan": math.nan}.get(event, 0.5) * factor
-        parameter.grad = torch.tensor([1.0, gradient])
-        recording.grads = [arrays.asarray([1.0, gradient])]
-        theirs.unscale_(optimizer)
-        if event in ("skip", "unscaled"):
-            ours.unscale_(recording)
-        before = parameter.detach().clone()
-        if event != "skip":
-            theirs.step(optimizer)
-            ours.step(recording)
-            stepped = not torch.equal(parameter.detach(), before)
-            moved += stepped
-            assert ours.last_step(recording).skipped is (not stepped)
-            assert ours.last_step(recording).scale == factor
-        arrays.assert_array(recording.grads[0], parameter.grad.numpy())
-        theirs.update()
-        ours.update()
-        saved = ours.state_dict()
-        assert {key: saved[key] for key in theirs.state_dict()} == theirs.state_dict()
-    assert recording.steps == moved
