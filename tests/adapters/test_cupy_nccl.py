@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-import signal
 import threading
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +16,13 @@ import host_cupy
 import host_nccl
 import numpy as np
 import pytest
-from host_nccl import NcclCommunicator, NcclError, World
+from host_nccl import NcclCommunicator, World
 from optimizers import Tree
 
-from gradscale import BackendError, BackendNotAvailableError, CallOrderError, CollectiveTimeoutError, ShardedGradScaler
+from gradscale import BackendError, BackendNotAvailableError, CallOrderError, ShardedGradScaler
 from gradscale.core.protocols import GroupBackend
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.testing import check_collectives, run_ranks
+from gradscale.testing import run_ranks
 
 pytestmark = [pytest.mark.numpy, pytest.mark.tier("ranks")]
 
@@ -67,19 +65,6 @@ def alone(adapter, world: World, timeout: float = SHORT):
 
 
 @SIZES
-@pytest.mark.parametrize(("delay", "connects"), [(0.0, False), (0.002, True)], ids=["at-once", "later"])
-@pytest.mark.parametrize("library", ["cupy", "numpy"])
-def test_the_collectives_pass_the_conformance_suite(
-    cupy, adapter, size: int, delay: float, connects: bool, library: str
-):
-    def act(comm):
-        like = cupy.zeros(1) if library == "cupy" else np.zeros(1)
-        check_collectives(adapter.backend.collectives(comm, timeout=PATIENCE), like, repetitions=10)
-
-    assert on_ranks(cupy, World(size, delay, connects), act) == [None] * size
-
-
-@SIZES
 @pytest.mark.parametrize("wrap", [lambda comm: comm, lambda comm: SimpleNamespace(_comm=comm)], ids=["nccl", "cupyx"])
 def test_a_bad_value_on_each_rank_in_turn_skips_the_step_on_every_rank(
     cupy, adapter, size: int, wrap: Callable[[Any], Any]
@@ -99,70 +84,6 @@ def test_a_bad_value_on_each_rank_in_turn_skips_the_step_on_every_rank(
         assert found == [(1, 65536.0) if bad_rank is None else (0, 32768.0)] * size
 
 
-@SIZES
-@pytest.mark.parametrize("connects", [False, True], ids=["waiting", "connecting"])
-def test_a_rank_that_never_comes_is_a_timeout_that_aborts_once(cupy, adapter, size: int, connects: bool):
-    collectives, comm = alone(adapter, World(size, connects=connects))
-    begin = time.monotonic()
-    with pytest.raises(CollectiveTimeoutError, match=r"waited 0\.05 s for the agreement on a step") as raised:
-        collectives.start_max(vector(cupy, [1, 2]))()
-    assert SHORT <= time.monotonic() - begin < PATIENCE
-    assert (raised.value.rank, raised.value.size, raised.value.seconds) == (0, size, SHORT)
-    with pytest.raises(BackendError, match=r"given up, and it was aborted: pass another one(.|\n)*CollectiveTime"):
-        collectives.start_max(vector(cupy, [1, 2]))
-    with pytest.raises(BackendError, match="given up"):
-        adapter.backend.collectives(comm, timeout=PATIENCE)
-    assert comm.aborts == 1
-
-
-def test_what_was_under_way_at_a_timeout_is_no_answer_though_the_kernel_has_ended(cupy, adapter):
-    collectives, _ = alone(adapter, World(2))
-    first, second = (collectives.start_max(vector(cupy, [k])) for k in range(2))
-    with pytest.raises(CollectiveTimeoutError):
-        first()
-    for pending in (first, second):
-        with pytest.raises(BackendError, match="given up"):
-            pending()
-
-
-@pytest.mark.parametrize("connects", [False, True], ids=["waiting", "connecting"])
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [(6, "NCCL_ERROR_REMOTE_ERROR: remote process exited"), (7, "NCCL's status 7 .* the communicator does not block")],
-    ids=["remote-error", "status-without-a-name"],
-)
-def test_an_asynchronous_error_is_raised_with_nccls_text_and_aborts_once(
-    cupy, adapter, status: int, text: str, connects: bool
-):
-    world = World(2, connects=connects)
-    collectives, comm = alone(adapter, world, PATIENCE)
-    threading.Timer(0.05, lambda: setattr(world, "async_status", status)).start()
-    begin = time.monotonic()
-    with pytest.raises(BackendError, match=f"NCCL failed on rank 0 of 2 .*: {text}") as raised:
-        collectives.start_max(vector(cupy, [1]))()
-    assert time.monotonic() - begin < PATIENCE / 2
-    assert isinstance(raised.value.__cause__, (NcclError, KeyError))
-    assert comm.aborts == 1
-
-
-def test_an_answer_that_comes_with_an_error_is_not_believed(cupy, adapter):
-    collectives, comm = alone(adapter, World(1), PATIENCE)
-    pending = collectives.start_max(vector(cupy, [1]))
-    comm.world.async_status = 3
-    with pytest.raises(BackendError, match="NCCL_ERROR_INTERNAL_ERROR"):
-        pending()
-    assert comm.aborts == 1
-
-
-def test_a_device_that_has_failed_is_its_error_and_no_timeout(cupy, adapter):
-    collectives, comm = alone(adapter, World(2), PATIENCE)
-    pending = collectives.start_max(vector(cupy, [1]))
-    cupy.cuda.Event.broken = 700
-    with pytest.raises(BackendError, match="cudaErrorIllegalAddress"):
-        pending()
-    assert comm.aborts == 1
-
-
 def test_an_error_of_nccls_is_raised_with_its_text(cupy, adapter, monkeypatch: pytest.MonkeyPatch):
     collectives, comm = alone(adapter, World(2))
     monkeypatch.setattr(comm, "allReduce", lambda *_: comm.check_async_error())
@@ -170,48 +91,6 @@ def test_an_error_of_nccls_is_raised_with_its_text(cupy, adapter, monkeypatch: p
     with pytest.raises(BackendError, match="NCCL_ERROR_INVALID_ARGUMENT"):
         collectives.start_max(vector(cupy, [1]))
     assert comm.aborts == 1
-
-
-@pytest.mark.parametrize("connects", [False, True], ids=["waiting", "connecting"])
-def test_ctrl_c_ends_the_wait_and_aborts(cupy, adapter, connects: bool):
-    collectives, comm = alone(adapter, World(2, connects=connects), math.inf)
-
-    def interrupt():
-        while not comm.issued_by:
-            time.sleep(1e-3)
-        time.sleep(0.1)
-        signal.raise_signal(signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        collectives.start_max(vector(cupy, [1]))()
-    assert comm.aborts == 1
-    with pytest.raises(BackendError, match="KeyboardInterrupt"):
-        collectives.start_max(vector(cupy, [1]))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (0.5, "the communicator was not aborted within 0.01 s: end this process"),
-        (None, "the communicator could not be aborted: NCCL_ERROR_INTERNAL_ERROR: internal error: end this process"),
-    ],
-    ids=["hangs", "fails"],
-)
-def test_an_abort_that_does_not_work_hides_no_error(
-    cupy, adapter, seconds: float | None, said: str, monkeypatch: pytest.MonkeyPatch
-):
-    def abort():
-        if seconds is None:
-            raise NcclError(3)
-        time.sleep(seconds)
-
-    monkeypatch.setattr("gradscale.waiting._ABORTING", 0.01 if seconds else 10.0)
-    collectives, comm = alone(adapter, World(2))
-    monkeypatch.setattr(comm, "abort", abort)
-    with pytest.raises(CollectiveTimeoutError) as raised:
-        collectives.start_max(vector(cupy, [1]))()
-    assert raised.value.__notes__ == [said]
 
 
 @pytest.mark.tier("quick")
