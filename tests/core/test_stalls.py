@@ -154,7 +154,9 @@ def test_a_run_that_may_not_go_on_is_an_error_after_which_it_can_be_saved(arrays
         scaler.step(optimizer)
         if number < 3:
             scaler.update()
-    with pytest.raises(TrainingStalledError, match="each step of the last 3 iterations was skipped"):
+    with pytest.raises(
+        TrainingStalledError, match=r"each step of the last 3 iterations was skipped.* since\. Cause: scale\. "
+    ):
         scaler.update()
     saved = scaler.state_dict()
     assert (saved["iteration"], saved["scale"], saved["counts"]["overflow"]) == (4, 8192.0, 3)
