@@ -20,27 +20,24 @@ def scenarios():
 
 
 @pytest.mark.parametrize(
-    ("size", "method", "options", "how"),
+    ("size", "method", "options", "how", "mesh"),
     [
-        *((size, "FSDP2", {}, how) for size in (2, 3) for how in ("plain", "fused")),
-        (3, "FSDP2", {}, "late"),
-        (2, "FSDP2", {"half": True}, "plain"),
-        (3, "FSDP1", {}, "plain"),
-        (2, "FSDP1", {"original": False}, "plain"),
+        *((size, "FSDP2", {}, how, ()) for size in (2, 3) for how in ("plain", "fused")),
+        (3, "FSDP2", {}, "late", ()),
+        (2, "FSDP2", {"half": True}, "plain", ()),
+        (3, "FSDP1", {}, "plain", ()),
+        (2, "FSDP1", {"original": False}, "plain", ()),
+        # Whose groups are given, and where they are the mesh's own.
+        (4, "FSDP2", {}, "plain", ("hybrid", True)),
+        (4, "FSDP2", {}, "plain", ("data and tensor", False)),
     ],
 )
 def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
-    scenarios, size: int, method: str, options: dict[str, bool], how: str
+    scenarios, size: int, method: str, options: dict[str, bool], how: str, mesh: tuple[str, bool] | tuple[()]
 ):
     if method == "FSDP2":
         leave_out_fsdp2()
-    agree(GlooWorld(size), scenarios.each_rank_in_turn, [(scenarios.Setup(method, **options), how)])
-
-
-@pytest.mark.parametrize(("parallel", "is_given"), [("hybrid", True), ("data and tensor", False)])
-def test_a_bad_shard_on_each_rank_of_a_mesh_is_named_by_its_place(scenarios, parallel: str, is_given: bool):
-    leave_out_fsdp2()
-    agree(GlooWorld(4), scenarios.each_rank_of_a_mesh, [(parallel, is_given)])
+    agree(GlooWorld(size), scenarios.each_rank_in_turn, [(scenarios.Setup(method, **options), how, *mesh)])
 
 
 @pytest.mark.parametrize(("method", "options"), [("FSDP2", {}), ("FSDP1", {}), ("FSDP1", {"original": False})])

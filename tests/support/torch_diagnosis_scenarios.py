@@ -67,14 +67,15 @@ def assert_is_told(report: OverflowReport, expected, bad: tuple[int, ...] | None
         assert said in report.to_dict()["explanation"]
 
 
-def each_rank_in_turn(group, setup: Setup, how: str):
+def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_given: bool = False):
     """Train with an infinity on each rank in turn, and a clean iteration at the end; each rank is told the same.
 
     ``how`` is the optimizer: "plain"; "fused", which unscales and skips in its kernel; "late", the same whose verdict
-    the host reads only when it is asked for one, as on a device.
+    the host reads only when it is asked for one, as on a device. ``parallel`` is for a mesh of 2 x 2, whose dimensions
+    may be given as groups: then a rank is told by its place in each.
     """
     rank, size = group.rank(), group.size()
-    model = distribute(setup)
+    model = distribute_over((2, 2), parallel) if parallel else distribute(setup)
     parameters = list(model.parameters())
     names = [name for name, _ in model.named_parameters()]
     optimizer: torch.optim.Optimizer
@@ -85,7 +86,10 @@ def each_rank_in_turn(group, setup: Setup, how: str):
     first: list[StepReport] = []
     every: list[StepReport] = []
     # Callbacks and automatic diagnoses have the host read each verdict at once.
-    telling = {"on_skip": [first.append, every_rank(every.append)], "diagnose": "on_overflow"}
+    telling: dict[str, Any] = {"on_skip": [first.append, every_rank(every.append)], "diagnose": "on_overflow"}
+    if is_given:
+        telling["group"] = parameters[0].device_mesh.get_all_groups()
+    places = [divmod(number, 2) if is_given else (number,) for number in range(size)]
     scaler = make_scaler(setup, "gradscale", init_scale=SCALE, **({} if how == "late" else telling))
     told = []
     late = mock.patch.object(devices, "would_wait", return_value=True)
@@ -95,9 +99,9 @@ def each_rank_in_turn(group, setup: Setup, how: str):
             scaler.scale(backward_loss(model, rank)).backward()
             if rank == iteration:
                 inject_infinity(parameters[iteration % len(parameters) :])
-            scale, bad = SCALE / 2**iteration, (iteration,) if iteration < size else None
-            expected = {(number,): seen for number, seen in enumerate(spread(look(names, parameters, scale)))}
-            assert any(expected[0,].values())
+            scale, bad = SCALE / 2**iteration, places[iteration] if iteration < size else None
+            expected = dict(zip(places, spread(look(names, parameters, scale)), strict=True))
+            assert any(expected[places[0]].values())
             own = [scaler.diagnose(optimizer)]
             # Before the step, after it and after the update.
             gathered = [scaler.diagnose(optimizer, model.named_parameters(), gather=True)]
@@ -115,7 +119,7 @@ def each_rank_in_turn(group, setup: Setup, how: str):
             for report in gathered:
                 assert_is_told(report, expected, bad)
                 assert (report.scale, report.iteration) == (scale, iteration + 1)
-            assert [found_in(report) for report in own] == [{(): expected[rank,]}] * 2
+            assert [found_in(report) for report in own] == [{(): expected[places[rank]]}] * 2
             report = scaler.last_step(optimizer)
             assert (report.skipped, report.scale) == (bad is not None, scale)
             steps = [(number + 1, number < size, SCALE / 2**number) for number in range(iteration + 1)]
@@ -179,31 +183,6 @@ def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float):
             largest = finite.max().item() / scale if finite.numel() else None
             found[name] = (list(gradient.shape), int(gradient.isinf().sum()), largest)
     return found
-
-
-def each_rank_of_a_mesh(group, parallel: str, is_given: bool):
-    """Put an infinity on each rank of a mesh in turn; a diagnosis over the mesh, or over its dimensions one by one."""
-    model = distribute_over((2, 2), parallel)
-    parameters = list(model.parameters())
-    names = [name for name, _ in model.named_parameters()]
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE)
-    assert isinstance(parameters[0], DTensor)
-    groups = {"group": parameters[0].device_mesh.get_all_groups()} if is_given else {}
-    scaler = make_scaler(FSDP2, "gradscale", init_scale=SCALE, diagnose="on_overflow", **groups)
-    places = [divmod(rank, 2) if is_given else (rank,) for rank in range(4)]
-    told = []
-    for bad_rank in range(4):
-        optimizer.zero_grad()
-        scaler.scale(backward_loss(model, group.rank())).backward()
-        if group.rank() == bad_rank:
-            inject_infinity(parameters)
-        expected = dict(zip(places, spread(look(names, parameters, scaler.get_scale())), strict=True))
-        scaler.step(optimizer)
-        scaler.update()
-        overflow = scaler.last_step(optimizer).overflow
-        assert_is_told(overflow, expected, places[bad_rank])
-        told.append(overflow.to_dict())
-    return told
 
 
 def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
