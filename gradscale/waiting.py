@@ -27,7 +27,7 @@ _LARGEST_SHARE = 0.25
 # Seconds before a wait is logged.
 _SILENT = 60.0
 # Seconds. A device has nothing to do while the host sleeps longer than its answer takes.
-_DEVICE_PAUSE = 2e-4
+DEVICE_PAUSE = 2e-4
 # A library's own end of a communicator may wait for ranks that are gone.
 _ABORTING = 10.0
 
@@ -265,7 +265,7 @@ class DeviceCollectives:
         self.rank = group.rank = self._comm.rank
         self.size = group.size = self._comm.size
         self.example, self.within = self._comm.example, group.within
-        group.on_give_up = functools.partial(_abort, self._comm.abort, group.describe)
+        group.on_give_up = functools.partial(end_on_device, self._comm.abort, "the communicator", group.describe)
         # The lengths that have gone over these ranks, for which the library has its connections.
         self._connected: set[int] = set()
 
@@ -311,15 +311,17 @@ class DeviceCollectives:
             self._comm.check()
             return has_come
 
-        self._group.until(is_settled, longest_pause=_DEVICE_PAUSE)
+        self._group.until(is_settled, longest_pause=DEVICE_PAUSE)
 
 
-def _abort(abort: Callable[[], None], describe: Callable[[Exception], str], error: BaseException) -> None:
-    """Let nothing on the device wait any more."""
+def end_on_device(
+    abort: Callable[[], None], what: str, describe: Callable[[Exception], str], error: BaseException
+) -> None:
+    """Let nothing on a device wait for a group any more; what went wrong there becomes a note of the error."""
     try:
         # In a thread, which may be left behind.
         call_within(abort, _ABORTING)
     except TimeoutError:
-        error.add_note(f"the communicator was not aborted within {_ABORTING:g} s: end this process")
+        error.add_note(f"{what} was not aborted within {_ABORTING:g} s: end this process")
     except Exception as failure:
-        error.add_note(f"the communicator could not be aborted: {describe(failure)}: end this process")
+        error.add_note(f"{what} could not be aborted: {describe(failure)}: end this process")

@@ -55,8 +55,8 @@ toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = f"gradscale {release}"
-html_static_path = [str(Path(__file__).parent / "site.css")]
-html_css_files = ["site.css"]
+html_static_path = [str(Path(__file__).parent / name) for name in ("site.css", "site.js")]
+html_css_files, html_js_files = ["site.css"], [("site.js", {"defer": "defer"})]
 html_theme_options = {"source_repository": REPOSITORY, "top_of_page_buttons": []}
 html_show_sourcelink = False
 copybutton_exclude = ".linenos, .gp, .go"
@@ -113,6 +113,8 @@ DOCUMENTED = (
 PAGES = ("*.md", *(f"{folder}/*.md" for folder in (".github", "gradscale/**", "backends/*", "examples", "tests/**")))
 PAGES += (".ci/docs/api/*.rst",)
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
+# What a search for these words finds first: entries of the index, which a reader of the page does not see.
+SEARCHED = re.compile(r"^<!-- search: (.*) -->$", flags=re.MULTILINE)
 
 
 def place(path: Path) -> str:
@@ -145,6 +147,7 @@ def gather(app: Sphinx, *_: object) -> None:
         if page.suffix == ".md":
             # The ways back are those of a reader who has no list of pages at the side.
             text = re.sub(r"^\[Back to .*\n", "", LINK.sub(moved, text), flags=re.MULTILINE)
+            text = SEARCHED.sub(lambda found: f"```{{index}} ! {found[1].replace(', ', ', ! ')}\n```", text)
         if name == "index.md":
             text += "\n" + (Path(__file__).parent / "contents.md").read_text()
         written = Path(app.srcdir, name)
@@ -162,7 +165,9 @@ def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         for name, item in items.items()
     }
     for literal in list(doctree.findall(nodes.literal)):
-        if isinstance(literal.parent, nodes.reference) or "xref" in literal.get("classes", ()):
+        if isinstance(literal.parent.parent, nodes.reference) or isinstance(literal.parent, nodes.reference):
+            continue  # the page has made a link of it already
+        if "xref" in literal.get("classes", ()):
             continue
         name = re.sub(r"^scaler\.", "gradscale.GradScaler.", re.sub(r"\(.*\)$", "", literal.astext()))
         if name in names and names[name].docname != docname:

@@ -172,10 +172,20 @@ _summarize_one = jax.jit(lambda x: summaries.summarize_arrays([x], JaxBackend().
 
 
 def count_nonfinite(arrays: _Arrays) -> jax.Array:
-    """Return how many arrays hold an inf or NaN, as a 0-d int32; traceable.
+    """Return how many arrays hold an inf or NaN, as a 0-d int32; traceable."""
+    return sum((_is_bad(x).astype(jnp.int32) for x in arrays), jnp.zeros((), dtype=jnp.int32))
 
-    ``x - x`` is 0 for finite elements and NaN for others, and a NaN stays in any sum. In a maximum it does not: XLA's
-    for the CPU drops NaNs of large arrays, as its all-reduce does.
+
+def _is_bad(x: jax.Array) -> jax.Array:
+    """Return whether an array holds an inf or NaN.
+
+    Half precision is judged by its bits: on GPUs XLA leaves out the rounding to it if it is widened again.
     """
-    totals = [jnp.sum(x - x) for x in map(widened, arrays)]
-    return sum(((total != total).astype(jnp.int32) for total in totals), jnp.zeros((), dtype=jnp.int32))
+    if x.dtype in (jnp.float16, jnp.bfloat16):
+        exponent = 0x7C00 if x.dtype == jnp.float16 else 0x7F80
+        return jnp.any((lax.bitcast_convert_type(x, jnp.int16) & exponent) == exponent)
+    wide = widened(x if x.dtype.itemsize > 1 else lax.optimization_barrier(x))
+    # It is 0 for finite elements and NaN for others, and a NaN stays in any sum. In a maximum it does not: XLA's for
+    # the CPU drops NaNs of large arrays, as its all-reduce does.
+    total = jnp.sum(wide - wide)
+    return total != total

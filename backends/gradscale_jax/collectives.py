@@ -233,17 +233,22 @@ def _tell_of_stall(tally: Any, params: object) -> None:
     row = Row(length, 0, reasons, frozenset(), *map(validation.float32_from_bits, scales))
     if length >= give_up_after or (length >= warn_after and not row.is_falling):
         strict = "All is judged by skip=, which may be too strict for what is usual here" if spike else ""
-        tell([str(row), _broken_weights(params) if overflow else "", strict], gives_up=length >= give_up_after)
+        minimum = None if row.never_scales else 1.0
+        broken = _broken_weights(params, minimum) if overflow else ""
+        tell([str(row), broken, strict], gives_up=length >= give_up_after)
 
 
-def _broken_weights(params: object) -> str:
-    """Return in words that parameters hold inf or NaN; empty if they do not. One host read."""
+def _broken_weights(params: object, minimum: float | None) -> str:
+    """Return in words that parameters hold inf or NaN; empty if they do not. One host read.
+
+    ``minimum`` is None if nothing was scaled.
+    """
     leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     held = {name: x for name, x in leaves.items() if isinstance(x, jax.Array) and is_floating(x)}
     found = zip(held, JaxBackend().read_summaries([*held.values()])[0], strict=True)
     reports = [ParameterReport(name, kind="weight", **summary._asdict()) for name, summary in found]
     broken = sorted((report for report in reports if report.nonfinite), key=lambda report: report.badness)
-    cause, explanation = find_cause((), 1.0, 1.0, None, broken, is_scaled=False)
+    cause, explanation = find_cause((), 1.0, minimum, None, broken, is_scaled=False)
     return f"Cause: {cause}. {explanation.rstrip('.')}" if broken else ""
 
 

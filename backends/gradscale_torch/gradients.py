@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
@@ -35,6 +35,8 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 _EPSILON = 1e-6
 # Elements; smaller tensors are joined before their squares are summed, which costs less than a call for each.
 _SMALL = 1 << 14
+# As many on a device, whose memory joined ones take once more.
+_JOINED = 1 << 16
 
 
 class Settings(NamedTuple):
@@ -411,8 +413,7 @@ def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_agai
     ``judged`` already are looked at only by a kernel that does both.
     """
     for (device, dtype), tensors in groups.items():
-        _apply(device, tensors, flags, moved(factor, device), judged=judged)
-        if judge_again:
+        if not _apply(device, tensors, flags, moved(factor, device), judged=judged) and judge_again:
             # To read them is half of what the kernel does; on the CPU it is slower, and not there for float8.
             is_read = device.type != "cpu" and dtype.itemsize > 1
             _apply(device, _largest(tensors) if is_read else tensors, flags)
@@ -445,8 +446,11 @@ def _largest(tensors: list[Tensor]) -> list[Tensor]:
 
 def _apply(
     device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor | None = None, *, judged: bool = False
-) -> None:
-    """Multiply tensors by a factor, if there is one, and set their device's flag if they are not finite."""
+) -> bool:
+    """Multiply tensors by a factor, if there is one, and set their device's flag if they are not finite.
+
+    Return whether the products were judged; a kernel judges what it multiplies.
+    """
     by = factor
     if by is None:
         by = _ONE if device == _CPU else torch.ones((), dtype=torch.float32, device=device)
@@ -454,6 +458,9 @@ def _apply(
     if flag is None:
         flag = flags[device] = torch.zeros_like(by)
     try:
+        if device.type != "cpu" and tensors and tensors[0].dtype is torch.float64:
+            # A device's kernel takes what float32 cannot hold for infinite.
+            raise NotImplementedError
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, by)
     except RuntimeError as error:
         if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
@@ -467,16 +474,26 @@ def _apply(
             for largest in _largest(_computable(tensors)):
                 is_finite = (largest <= torch.finfo(largest.dtype).max).all()
                 flag.masked_fill_(torch.logical_not(is_finite), 1.0)
+        return not judged
+    return False
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one dtype by a 0-d factor of their device, in float32 or wider, and round once."""
     wide = _computable(tensors)
     by = factor.to(torch.float32 if wide[0].itemsize == 2 else wide[0].dtype)
-    flat = by.view(1)
-    # A device first rounds a factor without dimensions to the dtype of what has some.
-    is_kept = wide[0].itemsize > 2 or wide[0].device.type == "cpu"
-    torch._foreach_mul_(wide, by if is_kept else [flat if one.dim() > 0 else by for one in wide])
+    if wide[0].itemsize > 2 or wide[0].device.type == "cpu":
+        torch._foreach_mul_(wide, by)
+    else:
+        # A device first rounds a factor without dimensions to the dtype of what has some, and calls a kernel for each
+        # tensor if the factor has one: small ones are joined.
+        small = [one for one in wide if one.numel() <= _JOINED]
+        if small:
+            joined = _flatten_dense_tensors(small)  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(small, _unflatten_dense_tensors(joined.mul_(by.view(1)), small))  # type: ignore[no-untyped-call]
+        for one in wide:
+            if one.numel() > _JOINED:
+                one.mul_(by.view(1))
     if wide is not tensors:
         torch._foreach_copy_(tensors, wide)
 

@@ -24,15 +24,20 @@ from torch.utils.dlpack import from_dlpack
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
-from gradscale.waiting import GroupWait, call_within, forbid_forked, on_fork, poll, require_message, wait_and_tell
+from gradscale.waiting import (
+    DEVICE_PAUSE,
+    GroupWait,
+    end_on_device,
+    forbid_forked,
+    on_fork,
+    poll,
+    require_message,
+    wait_and_tell,
+)
 from gradscale_torch.devices import forbid_capture, integers, is_capturing
 
 Tensor = torch.Tensor
 
-# Seconds between two looks at a reduction: a device has nothing to do while the CPU sleeps longer than it takes.
-_LONGEST_PAUSE = 2e-4
-# Seconds that the end of a group on an accelerator may take, since it may wait for ranks that are gone.
-_ABORTING = 10.0
 # Seconds by which the library's own timeout is later, so that a user sees ours.
 _LATER = 10.0
 
@@ -143,7 +148,7 @@ class TorchCollectives:
         # All that the work of a lookalike must have is wait().
         if not self._is_lookalike:
             # Some wait without looking at signals and the time, and accelerators do not wait at all.
-            group.run(group.until, work.is_completed, longest_pause=_LONGEST_PAUSE)
+            group.run(group.until, work.is_completed, longest_pause=DEVICE_PAUSE)
         # Raises its failure.
         group.run(work.wait)
         _under_way.pop(id(work), None)
@@ -197,13 +202,7 @@ def _abort(group: dist.ProcessGroup, carriers: dict[str, str], error: BaseExcept
     abort: Callable[[], None] | None = getattr(group, "abort", None)
     if abort is None or not any(kind != "cpu" and one not in _HOST_BACKENDS for kind, one in carriers.items()):
         return
-
-    try:
-        call_within(abort, _ABORTING)
-    except TimeoutError:
-        error.add_note(f"the process group was not aborted within {_ABORTING:g} s: end this process")
-    except Exception as failure:
-        error.add_note(f"the process group could not be aborted: {failure}: end this process")
+    end_on_device(abort, "the process group", str, error)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -61,6 +61,9 @@ NormOver: TypeAlias = Literal["rank", "group"]
 # torch's clip_grad_norm_ adds it to the norm.
 _EPSILON = 1e-6
 
+# The least magnitude that rounds to inf, half a unit above the largest number.
+_ROUNDS_TO_INF = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127")}
+
 
 class UnitState(ScaleState):
     """A state whose scale the caller knows to be 1, so that nothing has to be divided."""
@@ -123,12 +126,20 @@ def _narrowed(wide: Array, dtype: object) -> Array:
     return wide if wide.dtype == dtype else array_namespace(wide).astype(wide, dtype)
 
 
-def nonfinite_flag(x: Array, home: object) -> Array:
-    """Return whether a floating array holds an inf or NaN, as a 0-d int32 on a device."""
-    xp = array_namespace(x)
-    # isfinite is not there for every narrow type.
-    bad = xp.astype(xp.logical_not(xp.all(xp.isfinite(widened(x)))), xp.int32)
-    return bad if device(x) == home else to_device(bad, home)
+def nonfinite_flag(stored: Array, home: object, wide: Array | None = None) -> Array:
+    """Return whether an array, rounded from a wide one if there is one, holds an inf or NaN: 0-d int32 on a device.
+
+    Compilers that join kernels may leave out the rounding to half precision between two of them, so that a number that
+    is stored as inf would look finite: torch's inductor does, and XLA on GPUs.
+    """
+    xp, bound = array_namespace(stored), _ROUNDS_TO_INF.get(str(stored.dtype).rpartition(".")[2])
+    if wide is None or bound is None or wide.dtype == stored.dtype:
+        # isfinite is not there for every narrow type.
+        is_finite = xp.isfinite(widened(stored))
+    else:
+        is_finite = xp.logical_and(wide < bound, -bound < wide)
+    bad = xp.astype(xp.logical_not(xp.all(is_finite)), xp.int32)
+    return bad if device(stored) == home else to_device(bad, home)
 
 
 def unscale_arrays(
@@ -150,7 +161,7 @@ def unscale_arrays(
         stored_dtype = x.dtype if wanted_dtype is None or (kind_of(x) is Kind.COMPLEX and out is None) else wanted_dtype
         stored = _narrowed(wide, stored_dtype)
         unscaled.append(stored)
-        nonfinite = nonfinite + nonfinite_flag(stored, home)
+        nonfinite = nonfinite + nonfinite_flag(stored, home, wide)
     return unscaled, as_0d_array(state_xp, nonfinite)
 
 

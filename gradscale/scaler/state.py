@@ -24,8 +24,8 @@ from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
 
 _Trackers: TypeAlias = tuple[float, ...]
-Saved: TypeAlias = list[Any] | ScaleState
-"""A state: as a list of numbers, if the host has them."""
+Saved: TypeAlias = list[Any] | ScaleState | Array
+"""A state: as a list of numbers, if the host has them; as its fingerprint, if others write to its arrays."""
 
 # What trackers may reach if the policy does not say.
 _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
@@ -34,7 +34,8 @@ _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
 class LiveState:
     """The state of a scaler, and the adapter and namespace of its library.
 
-    ``hooks`` is the adapter before a library is known. ``updates`` tells ``note_scale`` how old a verdict's scale is.
+    ``hooks`` is the adapter that was given, as torch does, or plain ``Backend()``; ``backend`` is the adapter of
+    the state's library. ``updates`` tells ``note_scale`` how old a verdict's scale is.
     """
 
     backend: Backend
@@ -112,13 +113,15 @@ class LiveState:
         return found if known is None else known[0] > 0
 
     def saved(self) -> Saved:
-        """Return the state for ``restore``: numbers if the host has them; copies if others write to its arrays."""
+        """Return the state for ``restore``. No host read."""
         state = self.state or self.current()
-        return self.backend.peek(state) or (copied(state) if self.backend.is_shared else state)
+        return self.backend.peek(state) or (self.backend.fingerprint(state) if self.backend.is_shared else state)
 
     def restore(self, saved: Saved) -> None:
-        """Go back to a state that was saved before an update that was interrupted."""
+        """Go back to a state that was saved before an update that was interrupted; one host read for a fingerprint."""
         state = self.current()
+        if not isinstance(saved, (list, ScaleState)):
+            saved = [*self.checked(self.backend.read(saved))]
         if isinstance(saved, list):
             saved = self.backend.with_numbers(state, dict(zip(ScaleState._fields, saved, strict=True)))
         self.state = self.backend.put(state, saved)

@@ -174,6 +174,8 @@ def test_a_warning_says_that_the_weights_hold_nan_and_only_what_it_can_see(loop)
         (told,) = warned(lambda given=given: run(state, step, [BAD] * 4, policy, given))
         assert told.startswith(f"{words} since{cause}")
         assert bool(cause) is ("Weights" in told)
+        # Nothing was scaled.
+        assert "scale" not in told
     (told,) = warned(lambda: run(state, step, [BAD] * 4, policy, {"w": jnp.ones(2)}))
     assert told == f"{words} since"
 

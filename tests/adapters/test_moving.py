@@ -29,7 +29,7 @@ def test_each_page_has_the_lines_before_and_after_and_what_loads_a_state():
     for system in SYSTEMS:
         after = {"after_torch", "after_jax"} if system == "keras" else {"after"}
         blocks = blocks_on(INTEROP / f"{system}.md")
-        assert set(blocks) == {"before", "state"} | after
+        assert set(blocks) == {"before", "state"} | after | ({"train_state"} if system == "flax" else set())
         # Not all of those systems can be had here.
         compile(blocks["before"], system, "exec")
         name = system.removesuffix("_amp")
@@ -126,3 +126,19 @@ def test_from_a_scaler_of_jax_every_bit_stays(system: str, kept: str, scale: flo
     assert loaded["state"].growth_tracker == 1
     assert loaded["policy"].growth_interval == 500
     assert f"{system} state" in capsys.readouterr().out
+
+
+@pytest.mark.jax
+def test_the_step_of_flaxs_train_state_counts_the_steps_that_were_made():
+    require("jax")
+    require("flax")
+    plain, given = ran("flax", "after", **jax_names()), jax_names()
+    names = ran("flax", "train_state", **given)
+    assert names["train_state"].step == 8 - len(OVERFLOWS)
+    assert names["train_state"].params["w"].tolist() == plain["params"]["w"].tolist()
+    # What else the page says: inside of it the scaler's own transformation leaves every step counted.
+    wrapped = importlib.import_module("gradscale_jax").scaled(given["tx"], names["policy"])
+    state = names["TrainState"].create(apply_fn=None, params=given["params"], tx=wrapped)
+    for grads in ({"w": given["loader"][0]}, {"w": given["loader"][1]}):
+        state = state.apply_gradients(grads=grads)
+    assert (state.step, state.step - state.opt_state.skipped) == (2, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from axes import leave_out_gpu, require
 from axes_torch import torch
@@ -14,7 +16,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
 
 @pytest.fixture
-def comm():
+def comm() -> Any:
     """Return a communicator of this process alone."""
     if not torch.cuda.is_available():
         leave_out_gpu("torch finds no CUDA device")
@@ -25,13 +27,13 @@ def comm():
     return Communicator.init(1, 0, get_unique_id())
 
 
-def collectives(comm, timeout: float):
+def collectives(comm: Any, timeout: float) -> Any:
     from gradscale_nccl import backend
 
     return backend.collectives(comm, timeout=timeout)
 
 
-def train(scaler: GradScaler, *bad: bool):
+def train(scaler: GradScaler, *bad: bool) -> tuple[float, list[Any]]:
     """Make an iteration for each of these, with an overflow where it says so; return what came of it."""
     optimizer = Tree()
     for is_bad in bad:
@@ -43,17 +45,17 @@ def train(scaler: GradScaler, *bad: bool):
     return scaler.get_scale(), [grads[0].tolist() for grads in optimizer.seen]
 
 
-def test_a_world_of_one_conforms(comm):
+def test_a_world_of_one_conforms(comm: Any) -> None:
     check_collectives(collectives(comm, 60.0), torch.zeros(1, device="cuda"))
 
 
-def test_a_scaler_over_a_world_of_one_trains_as_one_without_a_group(comm):
+def test_a_scaler_over_a_world_of_one_trains_as_one_without_a_group(comm: Any) -> None:
     sharded = ShardedGradScaler(group=comm, init_scale=8.0, timeout=60.0)
     assert train(sharded, False, True, False) == train(GradScaler(init_scale=8.0), False, True, False)
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["default-stream", "side-stream"])
-def test_the_host_does_not_wait_until_the_result_is_asked_for(comm, side: bool):
+def test_the_host_does_not_wait_until_the_result_is_asked_for(comm: Any, side: bool) -> None:
     found = collectives(comm, 60.0)
     with torch.cuda.stream(torch.cuda.Stream() if side else torch.cuda.default_stream()):
         found.start_max(torch.zeros(2, dtype=torch.int32, device="cuda"))()
@@ -66,7 +68,7 @@ def test_the_host_does_not_wait_until_the_result_is_asked_for(comm, side: bool):
         assert pending().tolist() == [3, -4]
 
 
-def test_a_device_that_is_late_ends_in_the_timeout_and_the_communicator_shrinks(comm):
+def test_a_device_that_is_late_ends_in_the_timeout_and_the_communicator_can_be_split(comm: Any) -> None:
     found = collectives(comm, 0.05)
     x = torch.tensor([3, -4], dtype=torch.int32, device="cuda")
     collectives(comm, 60.0).start_max(x)()
@@ -76,10 +78,10 @@ def test_a_device_that_is_late_ends_in_the_timeout_and_the_communicator_shrinks(
     with pytest.raises(BackendError, match="was aborted"):
         found.start_max(x)
     torch.cuda.synchronize()
-    fewer = comm.shrink(exclude_ranks=[])
-    assert collectives(fewer, 60.0).start_max(x)().tolist() == [3, -4]
+    # To shrink, NCCL needs a rank to exclude.
+    assert collectives(comm.split(0, 0), 60.0).start_max(x)().tolist() == [3, -4]
 
 
-def test_an_array_elsewhere_is_an_error(comm):
+def test_an_array_elsewhere_is_an_error(comm: Any) -> None:
     with pytest.raises(BackendError, match="sendbuf is on device -1"):
         collectives(comm, 60.0).start_max(torch.zeros(1, dtype=torch.int32))

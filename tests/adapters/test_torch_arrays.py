@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+from axes import require_program
 from axes_torch import GradScaler, torch
 from small_torch import KERNEL, Small, without_kernel
 
@@ -189,6 +190,20 @@ def test_the_functional_core_compiles_without_a_break():
         grads = [torch.tensor([3.0, bad]), torch.ones(2, dtype=torch.float16)]
         for ours, eager in zip(_leaves(compiled(grads, state)), _leaves(step(grads, state)), strict=True):
             assert torch.equal(ours, eager) or torch.isnan(ours).any()
+
+
+@pytest.mark.tier("ranks")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1000.0), ("bfloat16", 3e38)])
+def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: str, value: float):
+    require_program("c++")
+    state = DynamicScale(init_scale=2.0**-10).init(torch.zeros(()))
+    compiled = torch.compile(lambda grads, state: gradscale.unscale(grads, state))
+    for largest, is_bad in ((1.0, False), (value, True), (-value, True)):
+        (made,), nonfinite = compiled([torch.tensor([1.0, largest], dtype=getattr(torch, dtype))], state)
+        assert torch.isinf(made).any() == is_bad
+        assert nonfinite == is_bad
 
 
 def _leaves(tree):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axes import leave_out_gpu
-from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
+from axes_torch import GradScaler, ShardedGradScaler, StepGuard, TorchScaler, torch
 from small_torch import Small
 
 import gradscale
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
 
 @pytest.fixture(autouse=True)
-def _device():
+def _device() -> Iterator[None]:
     """Leave the tests out where there is no CUDA."""
     if not torch.cuda.is_available():
         leave_out_gpu("torch finds no CUDA device")
@@ -33,7 +33,7 @@ def _device():
 
 
 @pytest.fixture
-def without_sync(_device: None):
+def without_sync(_device: None) -> Iterator[None]:
     """Make every wait of the host for the device an error."""
     with warnings.catch_warnings():
         # torch calls this mode a prototype, once.
@@ -45,26 +45,26 @@ def without_sync(_device: None):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def run_on(device: str, scaler, optimizer: str = "AdamW-fused", home: str = "", **options) -> Small:
+def run_on(device: str, scaler: Any, optimizer: str = "AdamW-fused", home: str = "", **options: Any) -> Small:
     """Return a run of two parameters of ones on a device."""
     given = {"size": 5, "start": 1.0, "lr": 0.125, **options}
     return Small(scaler, optimizer, devices=[device] * 2, home=home or device, **given)
 
 
-def stall(device: str = "cuda"):
+def stall(device: str = "cuda") -> None:
     """Keep the current stream of a device busy for some tenths of a second; the host goes on."""
     with torch.cuda.device(device):
         torch.cuda._sleep(1_000_000_000)  # cycles
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
-def test_the_adapter_conforms_on_the_device(dtype: str):
+def test_the_adapter_conforms_on_the_device(dtype: str) -> None:
     like = torch.zeros(1, device="cuda")
     check_backend(gradscale.registry.backend_for(like), like, dtypes=[getattr(torch, dtype)])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_a_quotient_that_overflows_is_found_wherever_it_is(dtype: str):
+def test_a_quotient_that_overflows_is_found_wherever_it_is(dtype: str) -> None:
     kind, size = getattr(torch, dtype), (1 << 20) + 3
     state = gradscale.StaticScale(0.25).init(torch.zeros((), device="cuda"))
     for place in (None, 0, 1 << 16, size - 1):
@@ -78,7 +78,7 @@ def test_a_quotient_that_overflows_is_found_wherever_it_is(dtype: str):
 
 @pytest.mark.parametrize("variant", ["", "-fused"], ids=["foreach", "fused"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
-def test_a_run_is_torchs_bit_for_bit(name: str, variant: str):
+def test_a_run_is_torchs_bit_for_bit(name: str, variant: str) -> None:
     seen = []
     for make in (TorchScaler, GradScaler):
         run, states = run_on("cuda", make("cuda", growth_interval=2), name + variant), []
@@ -90,7 +90,7 @@ def test_a_run_is_torchs_bit_for_bit(name: str, variant: str):
 
 
 @pytest.mark.usefixtures("without_sync")
-def test_a_fused_iteration_scaling_unscaling_and_clipping_never_wait():
+def test_a_fused_iteration_scaling_unscaling_and_clipping_never_wait() -> None:
     run, plain = run_on("cuda", GradScaler("cuda")), run_on("cuda", GradScaler("cuda"), "SGD")
     for gradient in (1.0, math.inf, 1.0):
         run.iterate(gradient)
@@ -101,7 +101,7 @@ def test_a_fused_iteration_scaling_unscaling_and_clipping_never_wait():
     assert norm.item() == pytest.approx(10**0.5 / 65536)
 
 
-def test_a_fused_iteration_is_launched_while_the_device_is_busy():
+def test_a_fused_iteration_is_launched_while_the_device_is_busy() -> None:
     run, stream = run_on("cuda", GradScaler("cuda")), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         # Kernels are loaded, and memory is allocated, before the stream is kept busy.
@@ -124,7 +124,7 @@ def test_a_fused_iteration_is_launched_while_the_device_is_busy():
 @pytest.mark.parametrize("max_norm", [None, 1.5], ids=["unclipped", "clipped"])
 def test_gradients_of_the_host_wait_for_a_scale_behind_a_stalled_stream(
     name: str, options: dict[str, Any], max_norm: float | None
-):
+) -> None:
     # As with FSDP2's CPU offload.
     seen = []
     for home in ("cpu", "cuda"):
@@ -141,15 +141,67 @@ def test_gradients_of_the_host_wait_for_a_scale_behind_a_stalled_stream(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.75, 1024.0])
+@pytest.mark.parametrize("max_norm", [None, 1.5], ids=["unclipped", "clipped"])
+def test_bfloat16_is_unscaled_and_clipped_to_the_cpus_bits(scale: float, max_norm: float | None) -> None:
+    # torch has no kernel for it on CUDA. The squares have an exact sum, in whichever order they are added.
+    values, held = torch.arange(128) / 16, []
+    for device in ("cpu", "cuda"):
+        scaler = GradScaler(device, policy=gradscale.StaticScale(scale))
+        run = Small(scaler, devices=[device] * 3, dtypes=["bfloat16"], home=device, size=128)
+        run.put(values.to(device, torch.bfloat16))
+        run.step(explicit=True, **({} if max_norm is None else {"max_norm": max_norm}))
+        held.append([gradient.float().cpu().tolist() for gradient in (one.grad for one in run.parameters)])
+    assert held[0] == held[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1000.0), ("bfloat16", 3e38)])
+def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: str, value: float) -> None:
+    state = gradscale.DynamicScale(init_scale=2.0**-10).init(torch.zeros((), device="cuda"))
+    compiled = torch.compile(lambda grads, state: gradscale.unscale(grads, state))
+    for largest in (1.0, value, -value):
+        grads = [torch.tensor([1.0, largest], dtype=getattr(torch, dtype), device="cuda")]
+        (made,), nonfinite = compiled(grads, state)
+        assert torch.isinf(made).any() == nonfinite == (largest != 1.0)
+
+
+@pytest.mark.usefixtures("without_sync")
+def test_a_guard_skips_a_bad_bfloat16_step_without_a_wait() -> None:
+    run = Small(StepGuard(), "AdamW-fused", devices=["cuda"] * 2, dtypes=["bfloat16"], home="cuda")
+    seen = []
+    for gradient in (1.0, math.nan, 1.0):
+        run.give(gradient)
+        run.step(max_norm=1.0)
+        seen.append([one.detach().clone() for one in run.parameters])
+    torch.cuda.set_sync_debug_mode("default")
+    assert run.scaler.counts() == {"taken": 2, "overflow": 1, "spike": 0, "refused": 0}
+    assert [torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True)] == [True, True]
+    assert not any(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
+def test_a_run_that_skips_every_step_warns_and_gives_up(name: str) -> None:
+    run = Small(StepGuard(warn_after=2, give_up_after=4), name, devices=["cuda"], home="cuda")
+    run.iterate(1.0)
+    run.iterate(math.nan)
+    with pytest.warns(gradscale.TrainingStalledWarning, match="last 2 iterations"):
+        run.iterate(math.nan)
+    run.iterate(math.nan)
+    with pytest.raises(gradscale.TrainingStalledError, match="last 4 iterations"):
+        run.iterate(math.nan)
+    assert run.scaler.counts()["overflow"] == 4
+
+
 @pytest.mark.parametrize("bad", [0, 1])
-def test_gradients_of_the_host_and_of_the_device_make_one_verdict(bad: int):
+def test_gradients_of_the_host_and_of_the_device_make_one_verdict(bad: int) -> None:
     run = Small(GradScaler("cuda"), devices=["cuda", "cpu"], home="cuda")
     run.iterate(*[math.inf if index == bad else 1.0 for index in range(2)])
     assert run.report.skipped
     assert run.scaler.get_scale() == 32768.0
 
 
-def captured_steps(scaler, before: Callable[[], object] = lambda: None) -> list[tuple[float, int, bool, float]]:
+def captured_steps(scaler: Any, before: Callable[[], object] = lambda: None) -> list[tuple[float, int, bool, float]]:
     """Return what each replay of a captured step leaves; ``before`` is called just before the capture.
 
     For gradients of 1, 1, inf and 1: the scale, the growth tracker, and whether the step was skipped at which scale.
@@ -159,9 +211,10 @@ def captured_steps(scaler, before: Callable[[], object] = lambda: None) -> list[
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
 
-    def step():
+    def step() -> None:
+        scale = scaler.scale(torch.ones((), device="cuda"))
         for parameter in run.parameters:
-            parameter.grad.copy_(source * scaler._scale)
+            parameter.grad.copy_(source * scale)
         run.step()
 
     with torch.cuda.stream(stream):
@@ -188,11 +241,11 @@ def captured_steps(scaler, before: Callable[[], object] = lambda: None) -> list[
 CAPTURED = [(8.0, 1, False, 8.0), (16.0, 0, False, 8.0), (8.0, 0, True, 16.0), (8.0, 1, False, 8.0)]
 
 
-def test_a_captured_graph_sees_the_scale_of_each_replay():
+def test_a_captured_graph_sees_the_scale_of_each_replay() -> None:
     assert captured_steps(GradScaler("cuda", init_scale=4.0, growth_interval=2)) == CAPTURED
 
 
-def test_a_captured_graph_agrees_over_nccl(tmp_path: Path):
+def test_a_captured_graph_agrees_over_nccl(tmp_path: Path) -> None:
     if not torch.distributed.is_nccl_available():
         pytest.skip("gpu: this build of torch has no NCCL")
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
@@ -203,7 +256,7 @@ def test_a_captured_graph_agrees_over_nccl(tmp_path: Path):
         (collectives,) = iteration_of(scaler).agreement.groups
         pending = []
 
-        def begin_many():
+        def begin_many() -> None:
             # More than are kept without a question whether they are done.
             x = torch.zeros(22, dtype=torch.int32, device="cuda")
             stall()
@@ -216,7 +269,7 @@ def test_a_captured_graph_agrees_over_nccl(tmp_path: Path):
         torch.distributed.destroy_process_group()
 
 
-def test_a_step_that_the_host_has_to_read_is_refused_in_a_graph():
+def test_a_step_that_the_host_has_to_read_is_refused_in_a_graph() -> None:
     run = run_on("cuda", GradScaler("cuda", init_scale=4.0), "AdamW", capturable=True)
     run.iterate(1.0)
     run.give(1.0)

@@ -26,7 +26,7 @@ OVERFLOWS = (1, 3, 8)  # of 8 batches: the first and the last, too
 SKIPS = [batch in OVERFLOWS for batch in range(1, 9)]
 NAMES = {
     *("accumulate", "clip_norm", "clip_value", "clip_each", "gan", "penalty", "resume"),
-    *("schedule", "followers", "sam", "actor", "checkpoint", "torchtitan", "container", "pipeline"),
+    *("ddp", "schedule", "followers", "sam", "actor", "checkpoint", "torchtitan", "container", "pipeline"),
     *(
         "trainer",
         "fabric",
@@ -48,6 +48,7 @@ def cases(size: int) -> list[Case]:
     """Return what is asked of a world of some ranks."""
     return [
         *(("actor", MICRO_OVERFLOWS, bad_rank) for bad_rank in range(size)),
+        *(("ddp", OVERFLOWS, bad_rank) for bad_rank in range(size)),
         *(("pipeline", MICRO_OVERFLOWS, bad_part) for bad_part in PARTS),
         ("pipeline", (), 0),
     ]
@@ -216,6 +217,17 @@ def test_sam_in_two_steps_is_sam_in_float32_without_the_batches_that_overflow(ba
         sam.second_step()
     # The norm is summed in another order than torch's.
     torch.testing.assert_close(list(given["model"].parameters()), list(model.parameters()), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_replicas_skip_together_and_the_schedule_advances_with_steps_that_were_made(bad_rank: int):
+    answers = BATCH.answer(2, "ddp", OVERFLOWS, bad_rank)
+    assert answers[0] == answers[1]
+    answer = answers[0]
+    assert answer["skipped"] == list(OVERFLOWS)
+    assert answer["steps"] == {5.0}
+    assert answer["advanced"] == 5
+    assert answer["scale"] == 2.0**13
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])

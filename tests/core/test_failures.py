@@ -185,13 +185,15 @@ def test_a_verdict_without_its_name_is_refused_with_the_reason(policy):
         policy.update(state)
 
 
-def test_ranks_of_a_grid_of_groups_have_numbers_of_their_own():
+def test_ranks_of_a_grid_of_groups_are_numbered_row_by_row():
     class Axis:
         def __init__(self, rank: int, size: int):
             self.rank, self.size = rank, size
 
-    ranks = {Agreement([Axis(i, 2), Axis(j, 3)]).rank() for i in range(2) for j in range(3)}  # type: ignore[list-item]
-    assert ranks == set(range(6))
+    # As NumPy, MPI's cartesian communicators, torch's meshes and JAX's number a grid: the last group varies fastest.
+    for sizes in ((2, 3), (3, 2), (2, 3, 4)):
+        for number, places in enumerate(np.ndindex(*sizes)):
+            assert Agreement(list(map(Axis, places, sizes))).rank() == number  # type: ignore[arg-type]
     assert Agreement([Axis(1, 2)], own_rank=lambda: 7).rank() == 7  # type: ignore[list-item]
     assert Agreement([Axis(1, 2)], own_rank=lambda: None).rank() == 1  # type: ignore[list-item]
 

@@ -110,6 +110,18 @@ def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str):
     assert live.scale() == 2.0
 
 
+def test_a_scale_is_known_again_by_the_first_verdict_after_it_was_replaced():
+    live = LiveState(DynamicScale())
+    state = live.current(np.zeros((), np.float32))
+    before = live.updates
+    live.take(state._replace(scale=np.full((), 8.0, np.float32)))
+    live.note_scale(2.0**16, before)
+    assert live.floor(live.state) == 0.0
+    # Begun before any update has adapted it.
+    live.note_scale(8.0, live.updates)
+    assert live.floor(live.state) == 8.0
+
+
 # Simulations.
 
 

@@ -52,6 +52,12 @@ def test_what_ranks_may_do_is_no_error(world: World, library: str):
     agree(world, scenarios.legal, [(rank, library) for rank in range(world.size)])
 
 
+@pytest.mark.parametrize("keys", ["all", "no counts", "torch's"])
+@pytest.mark.parametrize("place", scenarios.PLACES)
+def test_a_checkpoint_mends_a_difference_wherever_each_rank_has_met_it(world: World, place: str, keys: str):
+    agree(world, scenarios.loaded_after_a_difference, [(rank, place, keys) for rank in range(world.size)])
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_checkpoint_that_all_ranks_load_begins_anew_on_each(world: World, library: str):
     require(library.split()[0])

@@ -44,6 +44,41 @@ def test_the_script_and_the_module_are_the_same_program():
     assert ran(script, "--version").stdout == run("--version").stdout == f"gradscale {gradscale.__version__}\n"
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_a_flag_takes_no_value(command: str):
+    require("cli")
+    shown = run(*command.split(), "--help").stdout
+    assert ("--json" in shown) == bool(command)
+    assert "--help" in shown
+    assert "bool" not in shown.lower()
+
+
+@pytest.mark.parametrize("columns", [50, 100])
+@pytest.mark.parametrize(
+    "arguments", [["doctor", "--help"], ["doctor", "numpy,fast"], ["simulate", "CO", "-p", "torch"]]
+)
+def test_off_a_terminal_a_page_is_as_wide_as_it_is_told(arguments: list[str], columns: int):
+    require("cli")
+    lines = run(*arguments, COLUMNS=str(columns)).stdout.splitlines()
+    assert lines
+    assert max(map(len, lines)) <= columns
+    if "--help" in arguments:
+        assert max(map(len, lines)) == columns
+
+
+@pytest.mark.tier("quick")
+def test_a_column_that_stays_empty_is_left_out(capsys: pytest.CaptureFixture[str]):
+    require("cli")
+    from gradscale.tools.cli.output import console, table
+
+    console().print(table(("what", "version", "details"), [("a", "", "one"), ("b", "", "")]))
+    assert [line.split() for line in capsys.readouterr().out.splitlines() if "─" not in line and line.strip()] == [
+        ["what", "details"],
+        ["a", "one"],
+        ["b"],
+    ]
+
+
 @pytest.mark.tier("quick")
 def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     require("cli")

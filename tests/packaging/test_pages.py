@@ -129,3 +129,24 @@ def test_the_front_page_installs_from_the_address_of_the_project():
     text = (ROOT / "README.md").read_text()
     assert f"pip install 'gradscale[torch] @ git+{source}'" in text
     assert f"git clone {source}`" in text
+
+
+def test_the_front_page_is_short():
+    text = PAGES["README.md"]
+    assert len(text.splitlines()) <= 130
+    assert len(text.split()) <= 1100
+
+
+def test_every_block_says_what_it_is_written_in():
+    for page, text in PAGES.items():
+        # Without a language the site colours what a program prints as if it were Python.
+        starts = [line for line in text.splitlines() if line.startswith("```")][::2]
+        assert "```" not in starts, page
+
+
+def test_the_front_pages_picture_follows_the_readers_colours_and_is_small():
+    (name,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", PAGES["README.md"])
+    picture = (ROOT / name).read_text()
+    assert len(picture) < 10_000
+    assert "@media (prefers-color-scheme: dark)" in picture
+    assert "<rect" not in picture  # no ground of its own

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from axes import require
+from optimizers import Tree
+
+import gradscale
 
 pytestmark = pytest.mark.numpy
 
@@ -43,6 +48,20 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path):
     path = tmp_path / "scales.png"
     assert run("CCOC", "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_preset_that_is_like_none_is_answered_with_all_of_them_and_no_guess():
+    code, output = run("--preset", "nosuch", "C")
+    assert code == 1
+    assert "there are apex, " in output
+    assert "did you mean" not in output
+
+
+@pytest.mark.tier("all")
+def test_the_help_says_which_kinds_of_picture_there_are():
+    code, output = run("--help")
+    assert code == 0
+    assert ".png, .svg or .pdf" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(
@@ -119,6 +138,22 @@ def test_a_step_that_moves_no_scale_is_no_overflow(reason: str, magnitude: str, 
     path.write_text(clean + held + clean)
     (row,) = json.loads(run(str(path), "--json", "-p", "torch:growth_interval=2")[1])
     assert (row["skipped"], row["final_scale"]) == (0, 2.0**17)
+
+
+def test_the_counts_tell_a_spike_that_was_left_out_from_an_overflow(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    rule = gradscale.SkipSpikes(window=4)
+    scaler = gradscale.GradScaler(skip=rule, on_update=gradscale.callbacks.JSONLines(path))
+    optimizer = Tree()
+    for value in (1.0, 1.1, 0.9, 1.0, 1000.0, math.inf, 1.0):
+        optimizer.grads = [scaler.scale(np.float32([value]), loss=value)]
+        scaler.unscale_(optimizer)
+        if value < 1000.0:
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.counts() == {"taken": 5, "overflow": 1, "spike": 1, "refused": 0}
+    (row,) = json.loads(run(str(path), "--json")[1])
+    assert (row["steps"], row["skipped"], row["final_scale"]) == (6, 1, 2.0**15)
 
 
 def test_presets_are_rows_side_by_side():

@@ -192,14 +192,46 @@ def differ(group, odd_rank: int, what: str, library: str):
         kinds = (gradscale.InvalidTypeError, gradscale.InvalidValueError)
         raised(kinds, train)
     # A checkpoint on every rank mends it, whatever each has counted since; torch's have no counts.
-    if what not in ("one more", "step left out"):
-        # Also a scaler that has not failed by itself.
-        trainer.scaler.set_group(group)
-    names = list(saved)[:5] if what == "step left out" else saved
+    names = list(saved)[:5] if odd_rank == 0 else saved
     trainer.scaler.load_state_dict({name: saved[name] for name in names})
     trainer.optimizers = [*trainer.optimizers[:2], trainer.optimizer()]
     trainer.iterate((1, 0, 2))
     trainer.iterate((0, 2, 1))
+
+
+PLACES: dict[str, Callable[[Trainer], Callable[[], object]]] = {
+    "in a GroupAgreement": lambda trainer: agreeing(trainer.group, "numpy"),
+    "in another scaler": lambda trainer: Trainer(trainer.group, "numpy").iterate,
+    "in a diagnosis": lambda trainer: lambda: trainer.scaler.diagnose(trainer.optimizers[0], gather=True),
+    "in a step": lambda trainer: lambda: trainer.scaler.step(trainer.optimizers[1]),
+    "in the load": lambda trainer: lambda: trainer.scaler.unscale_(trainer.optimizers[1]),
+}
+"""What the odd rank calls while the others step the first optimizer, and so where it learns that ranks differ."""
+
+
+def loaded_after_a_difference(group, odd_rank: int, place: str, keys: str):
+    """Load one checkpoint on every rank after a difference that the odd rank has met elsewhere than the others."""
+    rank, size = rank_and_size(group)
+    trainer = Trainer(group, "numpy")
+    # Made on every rank, as scalers over a group are to be.
+    call = PLACES[place](trainer)
+    trainer.iterate()
+    saved = trainer.scaler.state_dict()
+    trainer.iterate()
+    trainer.refill()
+    if rank != odd_rank:
+        call = lambda: trainer.scaler.step(trainer.optimizers[0])  # noqa: E731
+    if rank == odd_rank and place == "in the load":
+        call()
+    else:
+        raised(gradscale.ScaleDesyncError, call, f"rank {rank} of {size}")
+    names = {"all": list(saved), "no counts": [key for key in saved if key != "counts"], "torch's": list(saved)[:5]}
+    trainer.scaler.load_state_dict({name: saved[name] for name in names[keys]})
+    # In another order than before, with an optimizer that is new.
+    trainer.optimizers.append(trainer.optimizer())
+    for order in ((1, 2, 0), (0, 1, 2)):
+        trainer.iterate(order)
+    return trainer.scaler.state_dict()
 
 
 def swapped_scalers(group, odd_rank: int, library: str):

@@ -99,6 +99,21 @@ def run_case(group, name: str, *args):
     return globals()[name](group, *args)
 
 
+def ddp(group, overflows: tuple[int, ...], bad_rank: int):
+    """Train a replica on each rank, on batches of its own, of which one rank's overflow."""
+    rank = dist.get_rank(group)
+    model, loader = made_model(), [batch + rank for batch in made_loader()]
+    names = run_block("ddp", model=model, loader=loader, loss_of=Losses(overflows if rank == bad_rank else ()))
+    scaler, optimizer = names["scaler"], names["optimizer"]
+    return {
+        "skipped": [report.iteration for report in scaler.history if report.skipped],
+        "scale": scaler.get_scale(),
+        "steps": {float(state["step"]) for state in optimizer.state.values()},
+        "advanced": names["schedule"].last_epoch,
+        "weights": [weight.tolist() for weight in model.parameters()],
+    }
+
+
 def actor(group, overflows: tuple[int, ...], bad_rank: int):
     """Train the actor over the ranks, of which one overflows in some micro-batches."""
     model = made_model()

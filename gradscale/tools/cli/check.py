@@ -56,7 +56,9 @@ def check(
         Group | None,
         typer.Option(help="What to agree over. Default: what the ranks were started with.", show_default=False),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds to wait for a rank.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long to wait for a rank.")
+    ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
 ) -> None:
     """Test agreement over the real group: every rank runs this command.
@@ -123,16 +125,13 @@ def show(page: Report, as_json: bool) -> None:
         f"gradscale check over {page['group']}, size {page['size']}: {passed if page['ok'] else 'FAILED'}", style="bold"
     )
     if ranks:
-        rows = table("rank", "host", "process", "device")
-        for rank in ranks:
-            rows.add_row(str(rank["rank"]), rank["host"], str(rank["pid"]), rank["device"])
-        out.print(rows)
+        rows = [(str(rank["rank"]), rank["host"], str(rank["pid"]), rank["device"]) for rank in ranks]
+        out.print(table(("rank", "host", "process", "device"), rows))
         found = {name: sorted({rank["versions"].get(name, "none") for rank in ranks}) for name in ranks[0]["versions"]}
         out.print(", ".join(f"{name} {' and '.join(versions)}" for name, versions in found.items()))
     if page["stages"]:
-        rows = table("what was tried", "result")
-        for what, stages in groupby(page["stages"], key=lambda stage: re.sub(r"rank \d+", "each rank", stage["name"])):
-            rows.add_row(what, "ok" if all(stage["ok"] for stage in stages) else "FAILED")
-        out.print(rows)
+        named = groupby(page["stages"], key=lambda stage: re.sub(r"rank \d+", "each rank", stage["name"]))
+        tried = [(what, "ok" if all(stage["ok"] for stage in stages) else "FAILED") for what, stages in named]
+        out.print(table(("what was tried", "result"), tried))
     if page["latency_us"] is not None:
         out.print(f"one agreement takes {page['latency_us']:.0f} us (median on the slowest rank)")

@@ -60,7 +60,9 @@ def doctor(
     require: Annotated[
         str, typer.Option(metavar="NAMES", help="Exit with 0 only if these work, such as numpy,mpi.")
     ] = "",
-    timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds that all may take together.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long all may take together.")
+    ] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
 ) -> None:
     """Say which adapters are installed, usable, or broken and why.
@@ -92,13 +94,14 @@ def _separated(text: str) -> list[str]:
 
 def _print(findings: Sequence[Finding], system: str) -> None:
     """Print the system, and a row for each finding."""
-    rows = table("what", "state", "version", "details")
+    rows = []
     for finding in findings:
         details = dict(finding.details)
         versions = details.pop("versions", {})
         shown = (f"{key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in details.items())
         version = ", ".join(dict.fromkeys(versions.values())) if isinstance(versions, dict) else ""
         text = finding.reason or "; ".join(shown)
-        rows.add_row(finding.name, finding.status, version, text, style=_STYLES[finding.status])
+        rows.append((finding.name, finding.status, version, text))
     console().print(system, style="bold")
-    console().print(rows)
+    styles = [_STYLES[finding.status] for finding in findings]
+    console().print(table(("what", "state", "version", "details"), rows, styles))

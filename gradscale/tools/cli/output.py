@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -14,9 +15,13 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False)
 
 
-def table(*columns: str) -> Table:
-    """Return an empty table with these headings, whose columns fold long text."""
-    return Table(*(Column(name, overflow="fold") for name in columns), box=box.SIMPLE, pad_edge=False)
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Table:
+    """Return a table of rows, each in a style if there are any; columns fold long text, and empty ones are left out."""
+    kept = [place for place in range(len(titles)) if any(row[place] for row in rows)]
+    made = Table(*(Column(titles[place], overflow="fold") for place in kept), box=box.SIMPLE, pad_edge=False)
+    for row, style in zip(rows, styles or [""] * len(rows), strict=True):
+        made.add_row(*(row[place] for place in kept), style=style)
+    return made
 
 
 def error_line(text: str) -> None:
