@@ -137,7 +137,7 @@ class BoundedScale:
 
     def lowered_scale(self, xp: ModuleType, scale: Array) -> Array:
         """Return a scale backed off once, as ``at_min`` says. No host read."""
-        lowered = _normal_product(xp, scale, self.backoff_factor)
+        lowered = times(xp, scale, self.backoff_factor)
         floor = xp.full_like(scale, self.min_scale)
         if self.at_min == "hold":
             return xp.where(lowered < floor, scale, lowered)
@@ -424,16 +424,3 @@ def times(xp: ModuleType, scale: Array, factor: float) -> Array:
         return scale * xp.full_like(scale, factor)
     wide = xp.astype(scale, xp.float64)
     return xp.astype(wide * xp.full_like(wide, factor), xp.float32)
-
-
-def _normal_product(xp: ModuleType, scale: Array, factor: float) -> Array:
-    """Return ``times(xp, scale, factor)``, but 0 for a subnormal, of which libraries may warn."""
-    if not has_float64(xp, device(scale)):
-        return times(xp, scale, factor)
-    wide = xp.astype(scale, xp.float64)
-    # A factor that is smaller still lets every product vanish, too.
-    wide = wide * xp.full_like(wide, max(factor, 2.0**-300))
-    # Half a step below the smallest normal number is rounded up to it.
-    is_normal = wide >= xp.full_like(wide, validation.SMALLEST_NORMAL - 2.0**-150)
-    wide = xp.maximum(wide, xp.full_like(wide, validation.SMALLEST_NORMAL))
-    return xp.astype(xp.where(is_normal, wide, xp.zeros_like(wide)), xp.float32)

@@ -59,9 +59,7 @@ class GradualScale(BoundedScale):
         zero, one = xp.zeros_like(state.growth_tracker), xp.full_like(state.growth_tracker, 1)
         is_fast = xp.logical_and(state.overflow_tracker == zero, xp.full_like(overflow, self.fast_start))
         base, phase = self._recall(xp, state, is_fast, real)
-        # The product that is not taken is of 1: a subnormal one, of which libraries may warn, is not made.
-        lowered = times(xp, xp.where(overflow, base, xp.full_like(base, 1.0)), self.backoff_factor)
-        base = xp.astype(xp.where(overflow, lowered, base), real)
+        base = xp.astype(xp.where(overflow, times(xp, base, self.backoff_factor), base), real)
         whole = xp.full_like(phase, self.growth_interval)
         phase = xp.where(overflow, phase, xp.where(is_fast, whole, phase + one))
 

@@ -137,15 +137,6 @@ def test_backoff_ends_a_fast_start(arrays: Library):
     assert after == [float(np.float32(4.0 * 2.0**0.001))]
 
 
-@pytest.mark.numpy
-def test_gradual_growth_from_the_smallest_scale_warns_of_no_backoff():
-    smallest = 2.0**-126
-    gradual = GradualScale(init_scale=smallest, growth_interval=1, backoff_factor=0.3)
-    with np.errstate(all="raise"):
-        grown = gradual.update(gradual.init(np.zeros(())), nonfinite=np.asarray(0))
-    assert float(grown.scale) == smallest * gradual.growth_factor
-
-
 def gradual_by_hand(steps: str, rule) -> list[float]:
     """Return the scales of Chainer's rule by their exact logarithms, each rounded once."""
     exponent, is_fast, got = Fraction(math.log2(rule.init_scale)), rule.fast_start, []

@@ -150,3 +150,16 @@ def test_the_front_pages_picture_follows_the_readers_colours_and_is_small():
     assert len(picture) < 10_000
     assert "@media (prefers-color-scheme: dark)" in picture
     assert "<rect" not in picture  # no ground of its own
+
+
+@pytest.mark.parametrize("word", ["DDP", "overflow", "NaN", "skip", "resume", "bfloat16"])
+def test_a_search_leads_to_a_recipe_or_an_answer(word: str):
+    # The site's search ranks these before all else, as .ci/docs/conf.py makes main entries of the index of them.
+    found = {
+        page
+        for page, text in PAGES.items()
+        for words in re.findall(r"^#.*\n\n<!-- search: (.*) -->$", text, flags=re.MULTILINE)
+        if word in words.split(", ")
+    }
+    assert len(found) == 1
+    assert found <= {"backends/gradscale_torch/RECIPES.md", "gradscale/FAQ.md"}
