@@ -24,6 +24,10 @@ def test_an_overflow_comes_before_a_refusal_and_that_before_a_spike(world, libra
     agree(world, scenarios.gravest, [(library,)])
 
 
+def test_every_rank_counts_what_any_rank_has_seen(world):
+    agree(world, scenarios.counted, [(rank,) for rank in range(world.size)])
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_rank_without_a_loss_hears_of_a_spike(world, library: str):
     require(library)

@@ -69,6 +69,16 @@ def gravest(group, library: str):
     return trainer.scaler.state_dict()
 
 
+def counted(group, bad_rank: int):
+    """Let one rank have an overflow, see a spike and refuse a step."""
+    rank, _ = rank_and_size(group)
+    trainer = trained(group, "numpy", 5)
+    iterate(trainer, 1.0, gradient=np.inf if rank == bad_rank else 1.0)
+    iterate(trainer, 50.0 if rank == bad_rank else 1.0)
+    iterate(trainer, 1.0, refuses=rank == bad_rank)
+    assert trainer.scaler.counts() == {"taken": 5, "overflow": 1, "spike": 1, "refused": 1}
+
+
 def without_a_loss(group, library: str):
     """Let the last rank alone have a loss, as in a pipeline."""
     rank, size = rank_and_size(group)
