@@ -38,7 +38,6 @@ Tensor = torch.Tensor
 Device: TypeAlias = str | torch.device | int | None
 Optimizer = torch.optim.Optimizer
 _Outputs = TypeVar("_Outputs")
-_Loss = TypeVar("_Loss")
 
 
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -263,12 +262,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm)
         return norm
 
-    @overload
-    def step(self, optimizer: Optimizer, closure: Callable[[], _Loss]) -> _Loss | None: ...
-    @overload
-    def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> float | None: ...
     @functools.partial(hosts.untraced, recursive=False)
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 
         Parameters
@@ -281,9 +276,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
         Returns
         -------
-        object
-            The result of ``optimizer.step``; None for a skipped step. The errors are those of
-            :meth:`gradscale.GradScaler.step`.
+        float or None
+            The result of ``optimizer.step``, also one that is no number; None for a skipped step. The errors are those
+            of :meth:`gradscale.GradScaler.step`.
 
         Notes
         -----
@@ -296,7 +291,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         """
         if not self._enabled:
             record_disabled(self, optimizer)
-            return optimizer.step(*args, **kwargs)
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
         # One that a subclass or a framework has put in its place is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
         with call_of(self, "step()"):
@@ -309,7 +304,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             finally:
                 # Closed even if Ctrl-C came before the first line of the step's exit.
                 step.around = None
-        return step.returned
+        return step.returned  # type: ignore[no-any-return]
 
     update = hosts.untraced(gradscale.GradScaler.update)
     refuse = hosts.untraced(gradscale.GradScaler.refuse)

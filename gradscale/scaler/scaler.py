@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver, checked_norm
@@ -16,11 +16,7 @@ from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown, unreadable
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, ScaleState
-from gradscale.errors import (
-    CallOrderError,
-    InvalidTypeError,
-    InvalidValueError,
-)
+from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
@@ -177,6 +173,10 @@ class GradScaler:
             iteration.losses = iteration.losses._replace(is_used=True)
         return scaled
 
+    @overload
+    def unscale_(self, optimizer: Optimizer) -> None: ...
+    @overload
+    def unscale_(self, optimizer: Optimizer, *, max_norm: float | None, norm_over: NormOver | None = None) -> Array: ...
     @takes()
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None

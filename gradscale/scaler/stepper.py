@@ -29,7 +29,7 @@ class Step:
     """
 
     calls_optimizer = True
-    returned: object = None
+    returned: Any = None
     verdict: Verdict | None = None
     retries = 0
     turn: Turn
