@@ -7,3 +7,4 @@ with needs("gradscale_cupy", "cupy"):
     from gradscale_cupy.nccl import NCCLGroupBackend
 
 __all__ = ["CupyBackend", "NCCLGroupBackend", "backend"]
+__dir__ = __all__.copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from gradscale.extras import needs
@@ -48,3 +49,8 @@ def __getattr__(name: str) -> object:
     with needs(f"gradscale_jax.{name}", "optax"):
         from gradscale_jax import transformation
     return getattr(transformation, name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names; without optax those that do not need it."""
+    return [name for name in __all__ if name in globals() or find_spec("optax")]

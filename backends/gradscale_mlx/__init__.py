@@ -8,6 +8,7 @@ with needs("gradscale_mlx", "mlx"):
     from gradscale_mlx.training import ModelAndOptimizer
 
 __all__ = ["MlxBackend", "MlxCollectives", "ModelAndOptimizer", "backend"]
+__dir__ = __all__.copy
 
 backend = MlxBackend()
 """The adapter that the entry point ``mlx`` names, for arrays and for groups."""

@@ -18,6 +18,7 @@ with needs("gradscale_nccl", "nccl4py"):
     from nccl.core import Communicator, NcclRedOp
 
 __all__ = ["NCCLBackend", "backend"]
+__dir__ = __all__.copy
 
 
 class Nccl4pyCommunicator:

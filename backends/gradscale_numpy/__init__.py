@@ -6,5 +6,6 @@ with needs("gradscale_numpy", "numpy"):
     from gradscale_numpy.arrays import NumpyBackend
 
 __all__ = ["NumpyBackend", "backend"]
+__dir__ = __all__.copy
 
 backend = NumpyBackend()

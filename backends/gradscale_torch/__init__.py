@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gradscale_torch.sharded import ShardedGradScaler
 
 __all__ = ["GradScaler", "ShardedGradScaler", "StepGuard", "TorchBackend", "backend"]
+__dir__ = __all__.copy
 
 backend = TorchBackend()
 

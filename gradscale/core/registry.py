@@ -21,15 +21,8 @@ from gradscale.extras import remedy
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = [
-    "all_collectives_for",
-    "array_backend",
-    "backend_for",
-    "collectives_for",
-    "get",
-    "names",
-    "refresh",
-]
+__all__ = ["all_collectives_for", "array_backend", "backend_for", "collectives_for", "get", "names", "refresh"]
+__dir__ = __all__.copy
 
 GROUP = "gradscale.backends"
 

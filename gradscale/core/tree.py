@@ -16,6 +16,7 @@ from gradscale.core.protocols import Array
 from gradscale.errors import GradscaleError, InvalidValueError
 
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
+__dir__ = __all__.copy
 
 _Made = TypeVar("_Made")
 _Located: TypeAlias = list[tuple[str, Array]]

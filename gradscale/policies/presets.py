@@ -26,6 +26,7 @@ __all__ = [
     *("guided_diffusion", "jmp", "keras", "megatron", "mindspore", "mpx", "named", "names"),
     *("paddle", "paddle_static", "torch"),
 ]
+__dir__ = __all__.copy
 
 _Given = ParamSpec("_Given")
 _Rule = TypeVar("_Rule", bound=Policy)

@@ -27,6 +27,7 @@ from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
 
 __all__ = ["JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_log"]
+__dir__ = __all__.copy
 
 _RANK = "{rank}"
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradscale.scaler.scaler import GradScaler
 
 __all__ = ["history", "simulation"]
+__dir__ = __all__.copy
 
 # Okabe and Ito's blue and vermilion, which colour-blind people can tell apart.
 _BLUE = "#0072B2"

@@ -1,13 +1,18 @@
 """What can be imported, what an import loads, and what is installed."""
 
+import ast
 import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
+import pkgutil
 import pydoc
 import re
+import rlcompleter
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +71,38 @@ def test_help_is_the_docstring_which_has_every_public_name():
         assert re.search(rf"\b{name}\b", gradscale.__doc__ or ""), name
     # A docstring of 30 lines, and what is in the folder.
     assert len(pydoc.render_doc(gradscale, renderer=pydoc.plaintext).splitlines()) < 80
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        *[(name, "numpy") for name in ("gradscale", "gradscale.registry", "gradscale.tree", "gradscale.presets")],
+        *[(name, "numpy") for name in ("gradscale.testing", "gradscale.callbacks", "gradscale_numpy")],
+        ("gradscale.plot", "plot"),
+        pytest.param("gradscale_torch", "torch", marks=pytest.mark.torch),
+        pytest.param("gradscale_jax", "optax", marks=pytest.mark.jax),
+        pytest.param("gradscale_mlx", "mlx", marks=pytest.mark.mlx),
+    ],
+)
+def test_completion_offers_public_names_alone(name: str, library: str) -> None:
+    require(library)
+    module = pkgutil.resolve_name(name)
+    completed = rlcompleter.Completer({"module": module}).attr_matches("module.")
+    offered = {re.sub(r"^module\.|\W*$", "", text) for text in completed}
+    # gradscale has no __all__: what it imports as itself is public.
+    imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
+    public = getattr(module, "__all__", [alias.asname for node in imports for alias in node.names])
+    assert {one for one in offered if not one.startswith("_")} == {*public} - {"__version__"}
+
+
+@pytest.mark.jax
+def test_completion_and_help_work_without_optax(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("jax")
+    module = importlib.import_module("gradscale_jax")
+    monkeypatch.setitem(sys.modules, "optax", None)
+    assert "value_and_grad" in dir(module)
+    assert not {"scaled", "guarded"} & {*dir(module)}
+    assert "value_and_grad" in pydoc.render_doc(module)
 
 
 def modules() -> Iterator[ModuleType]:
