@@ -17,6 +17,7 @@ from pathlib import Path
 
 from docutils import nodes
 from numpydoc.xref import DEFAULT_LINKS
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
@@ -43,8 +44,13 @@ nitpicky = True
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the sections of parameters say them in words
+# A signature that is long has a line for each argument, with its type and default. The tables below say them in words.
+autodoc_typehints = "signature"
+autodoc_type_aliases = {name: name for name in ("Array", "Device", "DTypeLike", "Namespace", "NormOver", "Optimizer")}
+python_maximum_signature_line_length = 80
+python_use_unqualified_type_names = True
 add_module_names = False
+templates_path = ["templates"]  # numpydoc's, with the example first
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = True
 # Types are words. Those that are names of gradscale become links, and any other stays a word.
@@ -179,6 +185,26 @@ def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             literal.replace_self(nodes.reference("", "", literal.deepcopy(), internal=False, refuri=elsewhere[name]))
 
 
+def write_signature(
+    _app: Sphinx, _what: str, _name: str, _object: object, _options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Write types as the code has them, and a function that is a default as any other than None."""
+
+    def written(text: str | None) -> str | None:
+        plain = re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text or "")
+        plain = re.sub(r"(~?numpy\.ndarray)\[~?tuple\[[^]]*\], (?:[^][]|\[[^]]*\])*\]", r"\1", plain)
+        return re.sub(r"<function \w+>", "...", plain) or None
+
+    return written(signature), written(returns)
+
+
+def keep_type(_app: Sphinx, _env: BuildEnvironment, node: nodes.Node, word: nodes.Node) -> nodes.Node | None:
+    """Leave a type of a signature as a word if no page describes it."""
+    while node.parent is not None and not isinstance(node, addnodes.desc_signature):
+        node = node.parent
+    return word if isinstance(node, addnodes.desc_signature) else None
+
+
 def public_names(module: types.ModuleType) -> list[str]:
     """Return the names that a module lists as public, or else those of what it defines."""
     if module is gradscale:
@@ -202,5 +228,7 @@ def find_undocumented(_: Sphinx, env: BuildEnvironment) -> None:
 def setup(app: Sphinx) -> None:
     """Connect what Sphinx has no setting for."""
     app.connect("config-inited", gather, priority=0)
+    app.connect("autodoc-process-signature", write_signature)
+    app.connect("missing-reference", keep_type, priority=900)  # after other projects' pages
     app.connect("doctree-resolved", link_names)
     app.connect("env-check-consistency", find_undocumented)

@@ -101,7 +101,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     device : str, torch.device or int, default "cuda"
         The device that is trained on. ``"cuda"`` without CUDA warns and disables the scaler, as torch does.
     init_scale, growth_factor, backoff_factor, growth_interval : optional
-        As in torch: default 65536.0, 2.0, 0.5, 2000.
+        As in torch.
     enabled : object, default True
         Every method of a disabled scaler passes through.
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional

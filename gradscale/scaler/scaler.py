@@ -62,7 +62,7 @@ class GradScaler:
     Parameters
     ----------
     init_scale, growth_factor, backoff_factor, growth_interval : optional
-        As in :class:`DynamicScale`; default 65536.0, 2.0, 0.5, 2000.
+        As in :class:`DynamicScale`.
     policy : DynamicScale, StaticScale or a Policy of your own, optional
         The rule that adapts the scale, instead of ``init_scale``, ``growth_factor``, ``backoff_factor`` and
         ``growth_interval``.

@@ -161,8 +161,8 @@ def test_powers_of_two_are_told_apart(value: float):
 # The options of a scaler: in the signature and the docstring of each constructor, alike.
 
 COMMON = {"policy": None, "on_skip": None, "on_update": None, "diagnose": None, "history_size": 1024}
-OURS = COMMON | dict.fromkeys(("init_scale", "growth_factor", "backoff_factor", "growth_interval", "backend"))
-OURS["enabled"] = True
+OURS = COMMON | {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+OURS |= {"enabled": True, "backend": None}
 
 
 def assert_shown(constructor, options: dict[str, Any]):
