@@ -84,7 +84,7 @@ def test_help_is_the_docstring_which_has_every_public_name():
         pytest.param("gradscale_mlx", "mlx", marks=pytest.mark.mlx),
     ],
 )
-def test_completion_offers_public_names_alone(name: str, library: str) -> None:
+def test_completion_offers_public_names_alone(name: str, library: str):
     require(library)
     module = pkgutil.resolve_name(name)
     completed = rlcompleter.Completer({"module": module}).attr_matches("module.")
@@ -96,7 +96,7 @@ def test_completion_offers_public_names_alone(name: str, library: str) -> None:
 
 
 @pytest.mark.jax
-def test_completion_and_help_work_without_optax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_and_help_work_without_optax(monkeypatch: pytest.MonkeyPatch):
     require("jax")
     module = importlib.import_module("gradscale_jax")
     monkeypatch.setitem(sys.modules, "optax", None)
