@@ -49,7 +49,7 @@ def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ranks_end() -> Iterator[None]:
+def _ranks_end():
     """End the ranks that the tests of a module have shared; an error if they do not end well."""
     yield
     end_ranks()
@@ -62,7 +62,7 @@ def strict() -> Iterator[Library]:
         yield library
 
 
-def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager):
     """Add the option that chooses the tier, and the setting of pytest-timeout where that is not installed."""
     parser.addoption("--tier", choices=TIERS, default=TIERS[0], help="which tests are run (default: %(default)s)")
     if not pluginmanager.hasplugin("timeout"):
@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
+def pytest_cmdline_main(config: pytest.Config):
     """Spread the tests over processes, as ``-n auto --dist loadfile`` does, where pytest-xdist is installed.
 
     The tests of a file stay in one process: they share what is slow to start, such as ranks.
@@ -83,7 +83,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.dist = "loadfile"
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     """Tell the tier to the modules of tests, which are imported after this."""
     choose(config.getoption("--tier"))
     # Shared machines stall; and the fixtures here hold nothing that one example could spoil for the next.
@@ -104,7 +104,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores, _LARGEST_WORKERS)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Leave out what a later tier runs, and rows that would repeat another one or take minutes.
 
     The row ``jax-jit`` is for modules that say ``TRACED = True``; elsewhere it is the row ``jax``. The row ``dask``,
@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Spare the garbage collector what the collection has made and the session keeps: thousands of tests."""
     gc.collect()
     gc.freeze()

@@ -149,6 +149,7 @@ def gather(app: Sphinx, *_: object) -> None:
             text = re.sub(r"^\[Back to .*\n", "", LINK.sub(moved, text), flags=re.MULTILINE)
             text = SEARCHED.sub(lambda found: f"```{{index}} ! {found[1].replace(', ', ', ! ')}\n```", text)
         if name == "index.md":
+            text = text.replace(f"({METADATA['urls']['Documentation']})", "(api/index.rst)")  # what is here already
             text += "\n" + (Path(__file__).parent / "contents.md").read_text()
         written = Path(app.srcdir, name)
         written.parent.mkdir(parents=True, exist_ok=True)

@@ -303,7 +303,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             step = step_of(self, optimizer, args, kwargs, self, None if is_own else self.unscale_)
             try:
                 with _Untraced(step):
-                    if step.is_made:
+                    if step.calls_optimizer:
                         # From a frame that the compiler has not left, so that it compiles the optimizer.
                         step.returned = optimizer.step(*step.args, **step.kwargs)
             finally:

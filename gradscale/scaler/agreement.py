@@ -34,8 +34,17 @@ _LOWEST_INT32 = -(2**31)
 _PATIENCE = 5.0
 
 
-# How many scalers each group has had, by the library's own group.
-_scalers: IdentityMap[int] = IdentityMap()
+class _Common:
+    """What the scalers of this process over one group have in common."""
+
+    scalers = 0
+    """How many the group has had."""
+    differences = 0
+    """In how many messages its ranks have differed, whichever scaler or GroupAgreement sent them here."""
+
+
+# By the library's own group.
+_commons: IdentityMap[_Common] = IdentityMap()
 # The library's own groups over which the ranks have compared their versions.
 _greeted: IdentityMap[bool] = IdentityMap()
 
@@ -46,6 +55,21 @@ def _is_weak(group: object) -> bool:
         weakref.ref(group)
         return True
     return False
+
+
+def _identity_of(collectives: Collectives) -> object:
+    """Return the library's own group of collectives."""
+    return getattr(collectives, "identity", collectives)
+
+
+def _common_of(group: object) -> _Common:
+    """Return what the scalers over a library's own group have in common."""
+    common = _commons.by_id(id(group))
+    if common is None:
+        common = _Common()
+        if _is_weak(group):
+            _commons.put(group, common)
+    return common
 
 
 class Met(NamedTuple):
@@ -93,6 +117,8 @@ class Agreement:
         self._forget_counts()
         # By the collectives, the number of this scaler over the group.
         self._own_numbers: IdentityMap[int] = IdentityMap()
+        # Of each group, with the number of its differences when this scaler began to count optimizers.
+        self._counted_since: list[tuple[_Common, int]] = []
         self._policy: Policy | None = None
         self._identity = 0
 
@@ -133,8 +159,8 @@ class Agreement:
         if rank is not None:
             return rank
         rank = 0
-        # Groups that are the axes of a grid of ranks give each rank a number of its own.
-        for collectives in reversed(self._groups or ()):
+        # Groups that are the axes of a grid of ranks give each rank a number of its own, row by row.
+        for collectives in self._groups or ():
             rank = rank * collectives.size + collectives.rank
         return rank
 
@@ -165,9 +191,10 @@ class Agreement:
 
     def recover(self) -> None:
         """Go on with a loaded state after ranks have differed; a group that was lost is not used again."""
-        if self.failure is not None:
-            # Every rank has failed, and they may have counted differently.
+        if self.failure is not None or any(common.differences > since for common, since in self._counted_since):
+            # Every rank has failed, if not by this scaler, and they may have counted differently.
             self._forget_counts()
+            self._counted_since = [(common, common.differences) for common, _ in self._counted_since]
         self.failure = None
 
     def usable_groups(self) -> Sequence[Collectives]:
@@ -239,14 +266,14 @@ class Agreement:
         """Return the number of this scaler over a group, counted when it joins the group or first sends over it."""
         number = self._own_numbers.by_id(id(collectives))
         if number is None:
-            group = getattr(collectives, "identity", collectives)
-            number = self._had.by_id(id(group))
+            group = _identity_of(collectives)
+            common, number = _common_of(group), self._had.by_id(id(group))
             if number is None:
-                number = _scalers.by_id(id(group)) or 0
-                if _is_weak(group):
-                    _scalers.put(group, number + 1)
+                number = common.scalers
+                common.scalers += 1
                 self._had.put(group, number)
             self._own_numbers.put(collectives, number)
+            self._counted_since.append((common, common.differences))
         return number
 
     # Messages.
@@ -266,7 +293,7 @@ class Agreement:
 
     def _greet(self, collectives: Collectives, like: Array, number: int) -> None:
         """Compare versions over a group before the first message of any scaler over it; ``like`` is that message."""
-        group = getattr(collectives, "identity", collectives)
+        group = _identity_of(collectives)
         if group in _greeted or group in self._greeted:
             return
         own = claims.greeting()
@@ -356,6 +383,8 @@ class Ballot:
         own = claims.shifted(None, list(sent), self._hashes[0], self._hashes[-1]) if self._hashes else sent
         found = claims.outcome(agreed, own)
         if found is not Outcome.ONE_STATE:
+            for collectives in self._groups:
+                _common_of(_identity_of(collectives)).differences += 1
             self._failure = self._error(found, agreed, own, policy, is_late=is_late)
             raise self._failure
         return claims.verdict_of(agreed, own)

@@ -4,17 +4,17 @@ A :class:`Claim` is what ranks must hold in common besides the state. A hash of 
 
     [nonfinite, at_min_scale, presence, scaled, code, stage, scale, three trackers, two of the hash, norm, negatives]
 
-After an element-wise MAX over the ranks, the first five are what any rank found (:func:`reason_code`: why a rank skips
-the step, and which it is), and each of the next eight is minus the one of its negative exactly when all ranks hold one
-value, so that a rank that has drifted is found in the same message, on every rank. What travels are integers: MAX over
-floats gives ranks different answers if one of them holds a NaN. Every collective of a group has this form and length,
-whatever the library of the sender's arrays.
+After an element-wise MAX over the ranks, the first five are what any rank found (:func:`reason_code`: the gravest
+reason to skip the step, and the lowest rank that has it), and each of the next eight is minus the one of its negative
+exactly when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. What
+travels are integers: MAX over floats gives ranks different answers if one of them holds a NaN. Every message has this
+form and length, whatever the library of the sender's arrays.
 
 The ``stage`` says that a message is gradscale's, and what it is for. Values of single ranks, such as norms, and the
-words of ranks that differ, travel in rounds of such messages, in the place of the state. A :func:`greeting` goes before
-all others over a group, since another version may make them of another form.
+words of ranks that differ, travel in rounds of such messages, in the place of the state. Only the :func:`greeting` is
+shorter. It goes before all others over a group, since another version may make them of another form.
 
-No other file knows the layout. One more thing to agree on is one more field of the claim.
+No other file knows the layout. One more thing to agree on is one more field of the claim, before ``kind``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Call(enum.StrEnum):
 
 
 class Claim(NamedTuple):
-    """Words that ranks must hold in common besides the state."""
+    """Words that ranks must hold in common besides the state; any text, which may have several lines, comes last."""
 
     call: str
     iteration: int = 0
@@ -107,7 +107,6 @@ def hash_of(claim: Claim | None) -> tuple[int, ...]:
     """Return the hash of a claim as numbers from 0 to 2**30-1; zeros for a process that decides alone."""
     if claim is None:
         return (0,) * WORDS
-    # The last one alone can hold the separator.
     text = "\n".join(map(str, claim)).encode("utf-8", "surrogatepass")
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return number >> 64 - _WORD_BITS, number & (1 << _WORD_BITS) - 1
@@ -238,14 +237,14 @@ def of_arrays(
     fields: list[Array | int] = [*flags, _USUAL, backend.fingerprint(state), *words, bits]
     # All numbers at once: on a device each copy is a launch.
     numbers = backend.integers([int(x) for x in fields if isinstance(x, int)], like)
-    parts, begin = [], 0
-    for are_numbers, run in itertools.groupby(fields, lambda x: isinstance(x, int)):
-        if are_numbers:
-            end = begin + len([*run])
-            parts.append(numbers[begin:end])
-            begin = end
+    parts, used = [], 0
+    for x in fields:
+        if isinstance(x, int):
+            parts.append(numbers[used : used + 1])
+            used += 1
         else:
-            parts += [xp.reshape(xp.astype(x, xp.int32), (-1,)) for x in run]
+            # To cast may copy.
+            parts.append(xp.reshape(x if x.dtype == xp.int32 else xp.astype(x, xp.int32), (-1,)))
     start = xp.concat(parts)
     return xp.concat([start, -start[_FLAGS:]])
 

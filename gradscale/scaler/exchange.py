@@ -49,7 +49,7 @@ class Exchange:
         iteration = self._iteration
         agreement, live = iteration.agreement, iteration.live
         # One for all rounds, of which other rows of a grid of ranks may have more.
-        self._claim = claim = self._claim or iteration.claim(*self._about)
+        self._claim = claim = self._claim or iteration.next_claim(*self._about)
         sent = live.backend_for(like).integers(claims.carrying(claims.hash_of(claim), values), like)
         with agreement.failing():
             ballot = agreement.send([self._group], sent, iteration.number, claim)

@@ -88,8 +88,7 @@ class Turn:
     pending: Pending | None = None
     verdict: Verdict | None = None
     left_out: Verdict | None = None
-    by_closure = has_begun_to_step = is_declined = False
-    refused: Reason | None = None
+    by_closure = has_begun_to_step = is_declined = is_refused = False
     code: Array | int = 0
     judged: Judged | None = None
 
@@ -177,12 +176,15 @@ class Iteration:
     def begin_anew(self, number: int, steps: int) -> Iteration:
         """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved, or 0.
 
-        Gradients that nobody has unscaled yet can still be, by the state that they were scaled with.
+        Gradients that nobody has unscaled yet can still be, by the state that they were scaled with. The steps made
+        before do not count: ranks that load one checkpoint may have made other numbers of them.
         """
         state = self.state
         if self.agreement.failure is None:
-            self.read_verdicts()
-        following = Iteration(number, self.parts, steps or self.steps_before * self.is_at_boundary)
+            # Other ranks may have seen a difference already.
+            with contextlib.suppress(ScaleDesyncError):
+                self.read_verdicts()
+        following = Iteration(number, self.parts, steps)
         self.live.is_unused = self.live.is_unused or not self.is_at_boundary
         if state is not None and self.is_at_boundary:
             # The load may write to the arrays of the state.
@@ -312,15 +314,15 @@ class Iteration:
             self._tell_of_failure(optimizer)
             raise
         groups = groups or gradients.groups
-        unscaled = None if self.scaled else self._unscaled(turn, optimizer, groups)
-        if unscaled is Presence.SOME and not groups:
+        not_scaled = None if self.scaled else self._never_scaled(turn, optimizer, groups)
+        if not_scaled is Presence.SOME and not groups:
             self._forbid_unscaled(turn)
         state = self.in_force(lambda: gradients.like)
         if not groups:
             # Over a group another rank may have the loss.
-            if not self.scaled and unscaled is None and not live.hooks.is_replayed and not live.is_one(state):
+            if not self.scaled and not_scaled is None and not live.hooks.is_replayed and not live.is_one(state):
                 self.mistakes.look_for_scale(self.number, optimizer)
-            is_seen = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
+            is_seen = is_look or turn.is_refused or turn.has_begun_to_step or self.losses.is_used
             if self.guard is not None and not is_seen:
                 has_loss, has_norm = self.losses.number > 0, request.max_norm is not None
                 self.mistakes.look_for_values(self.guard.rule.of, has_loss=has_loss, has_norm=has_norm)
@@ -339,14 +341,14 @@ class Iteration:
             # If gradients are judged a second time their norm is not known any longer.
             if self.guard is not None and before[0] is Stage.READY:
                 turn.code = self._judge(self.guard, turn, optimizer, found.norm, state)
-            if turn.refused is not None:
-                turn.code = claims.reason_code(turn.refused, agreement.rank())
-            claim = self.claim(groups, optimizer, request.max_norm) if groups else None
-            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, unscaled)
+            if turn.is_refused:
+                turn.code = claims.reason_code(Reason.REFUSED, agreement.rank())
+            claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
+            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, not_scaled)
         except GradscaleError as error:
             agreement.failure = error
             raise
-        if groups and unscaled is not None and self.verdict(turn).reason is Reason.NOT_SCALED:
+        if groups and not_scaled is not None and self.verdict(turn).reason is Reason.NOT_SCALED:
             # As in a pipeline, another rank may have the loss.
             turn.stage, turn.pending = Stage.READY, None
             self._forbid_unscaled(turn, " on any rank")
@@ -361,10 +363,10 @@ class Iteration:
         since = " since a state was loaded or a scale set" if self.live.is_known else ""
         self.wrong_order(f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)")
 
-    def _unscaled(self, turn: Turn, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
+    def _never_scaled(self, turn: Turn, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
         """Look at the gradients of a loss that this rank has not scaled: a host read for each. None for others."""
         live = self.live
-        if turn.refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
+        if turn.is_refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
             return None
         # Nothing has to be divided.
         if live.never_scales or (live.scale() == 1.0 and (groups or live.is_known)):
@@ -378,7 +380,7 @@ class Iteration:
             return Presence.ZEROS
         return Presence.SOME if live.is_unused or turn.by_closure else None
 
-    def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
+    def refuse(self, optimizer: Optimizer) -> None:
         """Let no rank make the coming step of an optimizer."""
         require_step(optimizer)
         turn = self.turn_of(optimizer)
@@ -388,9 +390,9 @@ class Iteration:
         pending = turn.pending if turn.stage is Stage.UNSCALED else None
         if pending is not None and pending.groups:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
-        turn.refused = reason
+        turn.is_refused = True
         if pending is not None:
-            turn.code = claims.reason_code(reason, self.agreement.rank())
+            turn.code = claims.reason_code(Reason.REFUSED, self.agreement.rank())
             pending.refuse(turn.code)
 
     def _judge(
@@ -399,10 +401,10 @@ class Iteration:
         """Return the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # The losses are this optimizer's, whether it is judged by them or not.
         loss, self.losses = self.losses.mean(), self.losses._replace(is_used=True)
-        if turn.refused or turn.has_begun_to_step:
+        if turn.is_refused or turn.has_begun_to_step:
             return 0
         turn.judged = guard.judge(optimizer, loss, norm, lambda: state.scale)
-        # The number of a spike is 1.
+        # Its reason is 0 or Reason.SPIKE, which is 1.
         found: Array | int = 0 if turn.judged is None else turn.judged.reason
         return found * claims.reason_code(Reason.SPIKE, self.agreement.rank())
 
@@ -414,7 +416,7 @@ class Iteration:
             groups = self.groups_for(optimizer)
             if not groups or agreement.failure is not None:
                 return
-            claim = self.claim(groups, optimizer)
+            claim = self.next_claim(groups, optimizer)
 
             def like() -> Array | None:
                 with contextlib.suppress(Exception):
@@ -476,7 +478,7 @@ class Iteration:
         live, reports = self.live, self.reports
         self.require_sound()
         for turn in self.turns:
-            if turn.refused and turn.stage is Stage.READY and new_scale is None:
+            if turn.is_refused and turn.stage is Stage.READY and new_scale is None:
                 self.wrong_order(
                     "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
                     "same object, which then makes no step, or end the iteration with update(get_scale())"
@@ -585,7 +587,7 @@ class Iteration:
                 resolve()
         return groups
 
-    def claim(
+    def next_claim(
         self,
         groups: Sequence[Collectives],
         optimizer: object,
@@ -593,7 +595,7 @@ class Iteration:
         call: Call = Call.STEP,
         index: int = 0,
     ) -> Claim:
-        """Return the claim of the next message of this iteration."""
+        """Return the claim of the next message of this iteration; each call counts as a message."""
         self._messages += 1
         agreement = self.agreement
         met = agreement.met(optimizer)
@@ -639,7 +641,8 @@ class Iteration:
     @property
     def is_at_boundary(self) -> bool:
         """Whether no optimizer's turn has begun."""
-        return not self.is_inside_closure and all(turn.stage is Stage.READY and not turn.refused for turn in self.turns)
+        has_begun = (turn.is_refused or turn.stage is not Stage.READY for turn in self.turns)
+        return not self.is_inside_closure and not any(has_begun)
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError in mid-iteration."""

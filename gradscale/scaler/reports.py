@@ -10,7 +10,7 @@ from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
 from gradscale.errors import CallOrderError, InvalidTypeError
-from gradscale.scaler.claim import Reason, Verdict
+from gradscale.scaler.claim import HELD, Reason, Verdict
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.verdict import Pending
 
@@ -106,13 +106,25 @@ OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[Upda
 HISTORY_SIZE = 1024
 
 
-# The gravest first.
-REASONS: dict[Reason, Literal["overflow", "spike", "refused", "no gradients"]] = {
-    Reason.NO_GRADIENTS: "no gradients",
-    Reason.OVERFLOW: "overflow",
-    Reason.REFUSED: "refused",
-    Reason.SPIKE: "spike",
+class Words(NamedTuple):
+    """What reports, counts, warnings and logs call a reason."""
+
+    name: Literal["overflow", "spike", "refused", "no gradients"]
+    cause: str = ""
+    """Behind "skipped for"."""
+    deed: str = ""
+    """Behind the rank."""
+
+
+# The gravest first, which is the reason of a row in a log.
+REASONS: dict[Reason, Words] = {
+    Reason.NO_GRADIENTS: Words("no gradients"),
+    Reason.OVERFLOW: Words("overflow", "non-finite gradients (inf or NaN)"),
+    Reason.REFUSED: Words("refused", "a refusal", "refused it"),
+    Reason.SPIKE: Words("spike", "a spike", "saw a spike"),
 }
+HELD_NAMES = [REASONS[reason].name for reason in HELD]
+"""The reasons of steps that move no scale."""
 
 
 _Report = TypeVar("_Report")
@@ -242,7 +254,7 @@ def step_report(
     why, by, nonfinite, local_nonfinite, _, scale, _ = verdict
     if not why:
         return StepReport(False, scale, 0, "stepped", iteration, retries)
-    return StepReport(True, scale, nonfinite, REASONS[why], iteration, retries, local_nonfinite, overflow, by)
+    return StepReport(True, scale, nonfinite, REASONS[why].name, iteration, retries, local_nonfinite, overflow, by)
 
 
 def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, rank: int) -> None:

@@ -265,7 +265,7 @@ class GradScaler:
             record_disabled(self, optimizer)
             return optimizer.step(*args, **kwargs)
         with call_of(self, "step()"), Step(self._iteration, optimizer, args, kwargs, self._record) as step:
-            if step.is_made:
+            if step.calls_optimizer:
                 step.returned = optimizer.step(*step.args, **step.kwargs)
         return step.returned
 
@@ -769,8 +769,9 @@ class ShardedGradScaler(GradScaler):
     -----
     Construct it on every rank, with the same options but for ``on_skip``, ``on_update`` and ``history_size``, and call
     ``unscale_``, ``step`` and ``update`` for the same optimizers in the same order on every rank. ``backend`` lets a
-    rank that never has an array take part. Rank 0 is the one that is rank 0 of every group. A disabled scaler makes no
-    collectives. Before the first message over a group, one of 16 bytes compares the ranks' versions of gradscale.
+    rank that never has an array take part. Reports number the ranks of a list of groups row by row, the last group
+    varying fastest: ``first.rank * second.size + second.rank``. A disabled scaler makes no collectives. Before the
+    first message over a group, one of 16 bytes compares the ranks' versions of gradscale.
 
     Examples
     --------

@@ -34,7 +34,8 @@ _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
 class LiveState:
     """The state of a scaler, and the adapter and namespace of its library.
 
-    ``hooks`` is the adapter before a library is known. ``updates`` tells ``note_scale`` how old a verdict's scale is.
+    ``hooks`` is the adapter that was given, as torch does, or plain ``Backend()``; ``backend`` is the adapter of
+    the state's library. ``updates`` tells ``note_scale`` how old a verdict's scale is.
     """
 
     backend: Backend

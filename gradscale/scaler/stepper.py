@@ -19,15 +19,16 @@ _LARGEST_RETRIES = 16
 
 
 class Step:
-    """A context in which to call ``optimizer.step(*args, **kwargs)`` if ``is_made``, from a frame that a compiler sees.
+    """A context in which to call ``optimizer.step(*args, **kwargs)``, from a frame that a compiler sees.
 
+    If ``calls_optimizer`` is false the step is skipped; fused optimizers are called, and skip in their kernel.
     LBFGS and SAM call a closure several times in one step, so the scaler cannot skip the step from outside. After each
     evaluation the ranks agree on the gradients; if one is not finite the scale is backed off and the closure called
     again, until the scale cannot fall or enough has been tried. Then the step is skipped, by an exception that this
     context ends. ``unscale`` is called in place of the scaler's ``unscale_``, which a class may have overridden.
     """
 
-    is_made = True
+    calls_optimizer = True
     returned: object = None
     verdict: Verdict | None = None
     retries = 0
@@ -74,7 +75,7 @@ class Step:
                     self._unscale(optimizer)
                 turn.stage = Stage.UNSCALED
             self.verdict = iteration.verdict_for_step(turn, optimizer)
-            self.is_made = not self.verdict.reason
+            self.calls_optimizer = not self.verdict.reason
         return self
 
     def __exit__(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gradscale.core import validation
 from gradscale.core.messages import warn_caller
 from gradscale.errors import TrainingStalledError, TrainingStalledWarning
-from gradscale.scaler.reports import StepReport
+from gradscale.scaler.reports import REASONS, StepReport
 
 _NAMES = ("taken", "overflow", "spike", "refused")
 WARN_AFTER = 50
@@ -50,8 +50,8 @@ class Row(NamedTuple):
         return self.first == self.last == 1.0
 
     def __str__(self) -> str:
-        words = {"overflow": "non-finite gradients (inf or NaN)", "spike": "a spike", "refused": "a refusal"}
-        reasons = ", ".join(f"{count} for {words[name]}" for name, count in self.reasons.items())
+        causes: dict[str, str] = {words.name: words.cause for words in REASONS.values()}
+        reasons = ", ".join(f"{count} for {causes[name]}" for name, count in self.reasons.items())
         seen = f"first seen by rank {', '.join(map(str, sorted(self.ranks)))}; " if self.ranks else ""
         scales = "" if self.never_scales else f"the scale went from {self.first:g} to {self.last:g}, and "
         return (

@@ -20,7 +20,8 @@ class Pending:
 
     ``override`` returns a framework's verdict, which counts in its place, 0-d: 0 to make the step; None without one.
     ``is_late``: the optimizer acts on it by itself, so that it is read only when somebody asks.
-    ``is_captured``: a captured graph writes it at each replay.
+    ``is_captured``: a captured graph writes it at each replay. ``not_scaled``: the gradients of a rank that has never
+    scaled a loss. To construct one begins the agreement of the ranks.
     """
 
     known: Verdict | None = None
@@ -40,11 +41,11 @@ class Pending:
         claim: Claim | None,
         number: int,
         code: Array | int = 0,
-        unscaled: Presence | None = None,
+        not_scaled: Presence | None = None,
     ) -> None:
         self.found, self.state, self.groups = found, state, groups
-        count, scaled = found.nonfinite, unscaled is None
-        presence = (unscaled or Presence.SOME) if found.has_gradients else Presence.NONE
+        count, scaled = found.nonfinite, not_scaled is None
+        presence = (not_scaled or Presence.SOME) if found.has_gradients else Presence.NONE
         self._is_idle = presence is Presence.ZEROS and not groups
         # The state as numbers, if the host knows them; alone, of the scale.
         alone = None if found.scale is None else [found.scale]

@@ -136,7 +136,7 @@ class LogUpdates:
     def _tell_skip(self, step: StepReport) -> None:
         text = f"iteration {step.iteration}: step skipped"
         if step.skipped and step.reason != "overflow":
-            why = {"spike": "saw a spike", "refused": "refused it"}.get(step.reason, step.reason)
+            why = next((words.deed for words in REASONS.values() if words.name == step.reason), "") or step.reason
             self._logger.log(self._skip_level, f"{text}: rank {step.by} {why}")
         elif step.skipped:
             count = f"{step.nonfinite} non-finite gradient{'s' * (step.nonfinite != 1)} (inf or NaN)"
@@ -220,7 +220,7 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
         "scale": report.scale,
         "new_scale": getattr(report, "new_scale", None),
         "skipped": report.skipped,
-        "reason": next((reason for reason in REASONS.values() if reason in reasons), None),
+        "reason": next((words.name for words in REASONS.values() if words.name in reasons), None),
         "nonfinite": max((step.nonfinite for step in steps), default=0),
         "retries": sum(step.retries for step in steps),
         "magnitude": max(magnitudes, default=None),

@@ -124,7 +124,7 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
     ----------
     overflows : str or iterable of bool
         ``"CCOC"``, C for a clean step and O for an overflow in either case, white space left out; or True for each
-        overflow.
+        overflow. Leave out steps that were skipped for a spike or a refusal, which move no scale.
 
     Raises
     ------

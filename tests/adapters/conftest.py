@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from axes import require
@@ -12,7 +10,7 @@ from host_cupy import installed
 
 
 @pytest.fixture(params=["numpy", "numba"])
-def backend(request: pytest.FixtureRequest) -> Any:
+def backend(request: pytest.FixtureRequest):
     """Return NumPy's adapter with each of its kernels."""
     from gradscale_numpy import NumpyBackend
 
@@ -22,14 +20,14 @@ def backend(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def cupy() -> Iterator[Any]:
+def cupy():
     """Return the stand-in for CuPy, whose kernels run on the host."""
     with installed() as module:
         yield module
 
 
 @pytest.fixture
-def cupy_backend(cupy: Any) -> Any:  # noqa: ARG001
+def cupy_backend(cupy):  # noqa: ARG001
     """Return an adapter for CuPy arrays that has seen none yet."""
     from gradscale_cupy.arrays import CupyBackend
 
@@ -37,7 +35,7 @@ def cupy_backend(cupy: Any) -> Any:  # noqa: ARG001
 
 
 @pytest.fixture
-def reset_accelerate() -> Iterator[None]:
+def reset_accelerate():
     """Forget accelerate's global state afterwards."""
     yield
     state = sys.modules.get("accelerate.state")

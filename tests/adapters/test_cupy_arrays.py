@@ -10,7 +10,6 @@ import math
 import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +29,7 @@ from gradscale.testing import check_backend
 pytestmark = pytest.mark.numpy
 
 
-def logged(cupy: Any, what: str) -> list[Any]:
+def logged(cupy, what: str):
     """Return what was launched or waited for, and forget it; the host must have read nothing."""
     assert [entry for entry in cupy.log if entry[0] == "read"] == []
     found = [entry[1:] for entry in cupy.log if entry[0] == what]
@@ -38,16 +37,16 @@ def logged(cupy: Any, what: str) -> list[Any]:
     return found
 
 
-def state_of(cupy: Any, scale: float = 4.0) -> Any:
+def state_of(cupy, scale: float = 4.0):
     return DynamicScale(init_scale=scale).init(cupy.zeros((), dtype=np.float32))
 
 
-def array_on(cupy: Any, device: int, *values: float, dtype: Any = np.float32) -> Any:
+def array_on(cupy, device: int, *values: float, dtype=np.float32):
     with cupy.cuda.Device(device):
         return cupy.array(values, dtype=dtype)
 
 
-def ready(cupy: Any, scale: float = 4.0) -> GradScaler:
+def ready(cupy, scale: float = 4.0) -> GradScaler:
     scaler = GradScaler(init_scale=scale)
     scaler.scale(cupy.ones((), dtype=np.float32))
     cupy.log.clear()
@@ -55,15 +54,15 @@ def ready(cupy: Any, scale: float = 4.0) -> GradScaler:
 
 
 @pytest.mark.tier("ranks")
-def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
+def test_it_gives_the_pure_cores_bits(cupy, cupy_backend):
     dtypes = [np.dtype(name) for name in (np.float16, ml_dtypes.bfloat16, np.float32)]
     check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 
 @pytest.mark.tier("ranks")
-def test_the_suite_sees_wrong_subnormals_though_the_library_takes_them_for_0(cupy: Any, cupy_backend: Any) -> None:
+def test_the_suite_sees_wrong_subnormals_though_the_library_takes_them_for_0(cupy, cupy_backend):
     class Wrong(type(cupy_backend)):  # type: ignore[misc]
-        def unscale(self, grads: Any, state: Any, /, **options: Any) -> Any:
+        def unscale(self, grads, state, /, **options):
             made, nonfinite = super().unscale(grads, state, **options)
             for x in made:
                 bits = x.view(np.int32)
@@ -75,7 +74,7 @@ def test_the_suite_sees_wrong_subnormals_though_the_library_takes_them_for_0(cup
         check_backend(Wrong(), cupy.zeros((), dtype=np.float32), dtypes=[np.float32])
 
 
-def test_the_norm_comes_from_the_launches_that_unscale_and_the_host_reads_once_in_the_step(cupy: Any) -> None:
+def test_the_norm_comes_from_the_launches_that_unscale_and_the_host_reads_once_in_the_step(cupy):
     grads = [cupy.ones(k, dtype=np.float32) for k in (9, 0, 7)] + [cupy.ones((4, 4), dtype=np.float16)]
     optimizer, scaler = Tree(grads), ready(cupy)
     norm = scaler.unscale_(optimizer, max_norm=0.5)
@@ -96,7 +95,7 @@ def test_the_norm_comes_from_the_launches_that_unscale_and_the_host_reads_once_i
 
 @pytest.mark.parametrize("home", [0, 1])
 @pytest.mark.parametrize("place", [*range(4), None])
-def test_devices_have_one_verdict_one_norm_and_one_factor(cupy: Any, home: int, place: int | None) -> None:
+def test_devices_have_one_verdict_one_norm_and_one_factor(cupy, home: int, place: int | None):
     values = [[12.0, math.nan if index == place else 16.0] for index in range(4)]
     grads = [
         array_on(cupy, number, *values[k], dtype=[np.float32, np.float16][k // 3])
@@ -119,8 +118,8 @@ def test_devices_have_one_verdict_one_norm_and_one_factor(cupy: Any, home: int, 
 @pytest.mark.parametrize("home", [0, 1])
 @pytest.mark.parametrize("place", range(3))
 def test_a_verdict_comes_from_all_devices_by_waits_of_their_streams_and_none_of_the_host(
-    cupy: Any, cupy_backend: Any, home: int, place: int
-) -> None:
+    cupy, cupy_backend, home: int, place: int
+):
     with cupy.cuda.Device(home):
         state = state_of(cupy)
     away = 1 - home
@@ -135,7 +134,7 @@ def test_a_verdict_comes_from_all_devices_by_waits_of_their_streams_and_none_of_
     assert [(x.device.id, x.get().tolist()) for x in scaled] == [(0, [8.0]), (1, [8.0])]
 
 
-def test_what_no_kernel_takes_takes_the_pure_core(cupy: Any, cupy_backend: Any) -> None:
+def test_what_no_kernel_takes_takes_the_pure_core(cupy, cupy_backend):
     whole = cupy.ones((4, 6), dtype=np.float32)
     grads = [array_on(cupy, 0, 12.0, dtype=np.float64), array_on(cupy, 0, 16.0), whole[:, ::2]]
     out = [cupy.zeros(1, dtype=np.float16), cupy.zeros(1, dtype=np.float32), grads[2]]
@@ -150,7 +149,7 @@ def test_what_no_kernel_takes_takes_the_pure_core(cupy: Any, cupy_backend: Any) 
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_what_is_forbidden_on_one_device_leaves_the_others_alone(cupy: Any, max_norm: float | None) -> None:
+def test_what_is_forbidden_on_one_device_leaves_the_others_alone(cupy, max_norm: float | None):
     first, second = array_on(cupy, 0, 8.0), array_on(cupy, 1, *[1.0] * 4)
     scaler, optimizer = ready(cupy), Tree([first, second, second[2:]])
     with pytest.raises(InvalidValueError, match="share memory"):
@@ -161,7 +160,7 @@ def test_what_is_forbidden_on_one_device_leaves_the_others_alone(cupy: Any, max_
     assert (first.get().tolist(), second.get().tolist()) == ([2.0], [0.25] * 4)
 
 
-def test_a_wrong_device_or_dtype_is_an_error(cupy: Any, cupy_backend: Any) -> None:
+def test_a_wrong_device_or_dtype_is_an_error(cupy, cupy_backend):
     grads, away = [array_on(cupy, 0, 8.0)], array_on(cupy, 1, 0.0)
     with pytest.raises(InvalidValueError, match=r"got one of shape \(1,\) on <CUDA Device 0> for an array on .* 1>"):
         cupy_backend.unscale(grads, state_of(cupy), out=[away])
@@ -170,7 +169,7 @@ def test_a_wrong_device_or_dtype_is_an_error(cupy: Any, cupy_backend: Any) -> No
     assert (grads[0].get(), away.get()) == (8.0, 0.0)
 
 
-def test_a_graph_captures_the_pure_core_which_reads_no_tables(cupy: Any, cupy_backend: Any) -> None:
+def test_a_graph_captures_the_pure_core_which_reads_no_tables(cupy, cupy_backend):
     grads, masters = [array_on(cupy, 0, 8.0, math.inf), array_on(cupy, 0, 16.0)], [array_on(cupy, 0, 0.0, 0.0)]
     state, half = state_of(cupy), cupy.array(0.5, dtype=np.float32)
     cupy.capturing.add(0)
@@ -188,7 +187,7 @@ def test_a_graph_captures_the_pure_core_which_reads_no_tables(cupy: Any, cupy_ba
 
 
 @pytest.mark.parametrize("captured", [{0}, {1}, {0, 1}], ids=["state", "other", "both"])
-def test_a_capture_on_one_device_uploads_nothing_on_any(cupy: Any, cupy_backend: Any, captured: set[int]) -> None:
+def test_a_capture_on_one_device_uploads_nothing_on_any(cupy, cupy_backend, captured: set[int]):
     grads, state = [array_on(cupy, number, 1.0) for number in (0, 1)], state_of(cupy)
     cupy.capturing |= captured
     for call in (
@@ -205,7 +204,7 @@ def test_a_capture_on_one_device_uploads_nothing_on_any(cupy: Any, cupy_backend:
     assert {name for name, *_ in logged(cupy, "launch")} <= {"add_squares"}
 
 
-def test_what_a_replay_would_leave_out_is_forbidden_in_a_capture(cupy: Any) -> None:
+def test_what_a_replay_would_leave_out_is_forbidden_in_a_capture(cupy):
     scaler, optimizer = ready(cupy), Tree([array_on(cupy, 0, 1.0)])
     one = cupy.ones((), dtype=np.float32)
     cupy.capturing.add(0)
@@ -227,15 +226,13 @@ class CUDADriverError(RuntimeError):
     status = 100
 
 
-def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
-    cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_cuda_say_what_was_done_and_what_is_missing(cupy, cupy_backend, monkeypatch: pytest.MonkeyPatch):
     grads, state = [cupy.ones(3, dtype=np.float32)], state_of(cupy)
 
-    def fail(*_: Any, **_options: Any) -> Any:
+    def fail(*_, **_options):
         raise cupy.cuda.runtime.CUDARuntimeError(700)
 
-    def find_none(*_: Any, **_options: Any) -> Any:
+    def find_none(*_, **_options):
         raise CUDADriverError("cudaErrorNoDevice: no CUDA-capable device is detected")
 
     launch, read, wait = (cupy.RawKernel, "__call__"), "the verdict was read", (cupy.cuda.Stream, "wait_event")
@@ -254,8 +251,8 @@ def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
         cupy_backend.example()
 
 
-def test_threads_may_share_the_adapter(cupy: Any, cupy_backend: Any) -> None:
-    def run(number: int) -> None:
+def test_threads_may_share_the_adapter(cupy, cupy_backend):
+    def run(number: int):
         grads = [cupy.ones(k + 1, dtype=np.float32) for k in range(number, number + 3)]
         for k in range(50):
             assert cupy_backend.read(cupy.array([number, k], dtype=np.int32)) == [number, k]
@@ -269,14 +266,14 @@ def test_threads_may_share_the_adapter(cupy: Any, cupy_backend: Any) -> None:
     sys.setswitchinterval(interval)
 
 
-def test_the_adapter_can_be_copied_and_pickled(cupy: Any, cupy_backend: Any) -> None:
+def test_the_adapter_can_be_copied_and_pickled(cupy, cupy_backend):
     grads = [cupy.ones(3, dtype=np.float32)]
     for made in (cupy_backend, copy.deepcopy(cupy_backend), pickle.loads(pickle.dumps(cupy_backend))):
         made.unscale(grads, state_of(cupy), out=grads)
     assert grads[0].get().tolist() == [0.25**3] * 3
 
 
-def test_the_stand_in_forbids_host_reads_mixed_devices_and_what_cuda_forbids_in_a_capture(cupy: Any) -> None:
+def test_the_stand_in_forbids_host_reads_mixed_devices_and_what_cuda_forbids_in_a_capture(cupy):
     x, y, before = array_on(cupy, 0, 1.0, 1.0), array_on(cupy, 1, 1.0, 1.0), cupy.cuda.Event()
     for read in (bool, float, int, np.asarray):
         with pytest.raises((TypeError, AttributeError)):

@@ -6,7 +6,6 @@ Errors are made as CuPy makes them.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ NO_DEVICE, OLD_DRIVER, CALL_TOO_NEW, PTX_TOO_NEW = 100, 35, 36, 222
 RUNTIME = "cupy_backends.cuda.api.runtime.CUDARuntimeError"
 
 
-def error_of(path: str, text: str = "cudaErrorSome: some text", status: int = 0, base: type = RuntimeError) -> Any:
+def error_of(path: str, text: str = "cudaErrorSome: some text", status: int = 0, base: type = RuntimeError):
     """Return an error of a class of another library, by its name."""
     module, _, name = path.rpartition(".")
     error = type(name, (base,), {"__module__": module})(text)
@@ -26,12 +25,12 @@ def error_of(path: str, text: str = "cudaErrorSome: some text", status: int = 0,
     return error
 
 
-def set_versions(availability: Any, driver: int, runtime: int) -> None:
+def set_versions(availability, driver: int, runtime: int):
     vars(availability.runtime).update(driverGetVersion=lambda: driver, runtimeGetVersion=lambda: runtime)
 
 
 @pytest.fixture
-def availability(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ARG001
+def availability(cupy, monkeypatch: pytest.MonkeyPatch):  # noqa: ARG001
     """Return the module over a stand-in for CuPy, built for CUDA 12.9 and with a driver of CUDA 12.2."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     from gradscale_cupy import availability
@@ -63,8 +62,8 @@ UNUSABLE = {
 
 @pytest.mark.parametrize(("error", "driver", "runtime", "said"), UNUSABLE.values(), ids=UNUSABLE)
 def test_why_cuda_cannot_be_used_is_said_with_what_to_do(
-    availability: Any, error: Exception | int, driver: int, runtime: int, said: str
-) -> None:
+    availability, error: Exception | int, driver: int, runtime: int, said: str
+):
     set_versions(availability, driver, runtime)
     raising = error_of(RUNTIME, status=error) if isinstance(error, int) else error
     with pytest.raises(ImportError) as raised, availability.explained("arrays were made"):
@@ -75,8 +74,8 @@ def test_why_cuda_cannot_be_used_is_said_with_what_to_do(
 
 @pytest.mark.parametrize("visible", [None, "", "-1"], ids=["unset", "empty", "none"])
 def test_a_machine_without_a_device_is_told_where_to_look(
-    availability: Any, visible: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    availability, visible: str | None, monkeypatch: pytest.MonkeyPatch
+):
     remedy = "start the container with --gpus all, and look whether nvidia-smi -L lists one"
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -100,7 +99,7 @@ def test_a_machine_without_a_device_is_told_where_to_look(
     ],
     ids=["kernel", "another library's number", "compiler"],
 )
-def test_other_errors_of_cuda_keep_their_text(availability: Any, error: Exception) -> None:
+def test_other_errors_of_cuda_keep_their_text(availability, error: Exception):
     with pytest.raises(BackendError) as raised, availability.explained("gradients were unscaled"):
         raise error
     assert str(raised.value) == f"CUDA failed while gradients were unscaled: {error}"
@@ -117,7 +116,7 @@ def test_other_errors_of_cuda_keep_their_text(availability: Any, error: Exceptio
     ],
     ids=["memory", "value", "gradscale", "interrupt"],
 )
-def test_errors_of_others_and_lack_of_memory_stay_what_they_are(availability: Any, error: BaseException) -> None:
+def test_errors_of_others_and_lack_of_memory_stay_what_they_are(availability, error: BaseException):
     with pytest.raises(type(error)) as raised, availability.explained("gradients were unscaled"):
         raise error
     assert raised.value is error

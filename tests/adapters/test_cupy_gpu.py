@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ SIZES = [1, 7, 1000, 1 << 20, (16 << 20) + 3]
 
 
 @pytest.fixture
-def cupy() -> Iterator[Any]:
+def cupy():
     """Return CuPy, on a machine with CUDA."""
     cupy = require_cupy()
     yield cupy
@@ -31,18 +29,18 @@ def cupy() -> Iterator[Any]:
 
 
 @pytest.fixture
-def backend(cupy: Any) -> Any:  # noqa: ARG001
+def backend(cupy):  # noqa: ARG001
     from gradscale_cupy.arrays import CupyBackend
 
     return CupyBackend()
 
 
 @pytest.fixture
-def state(cupy: Any) -> Any:
+def state(cupy):
     return DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
 
 
-def test_it_gives_the_pure_cores_bits(cupy: Any, backend: Any) -> None:
+def test_it_gives_the_pure_cores_bits(cupy, backend):
     dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
     if int(cupy.__version__.partition(".")[0]) >= 14:
         dtypes.append(np.dtype(require("ml_dtypes").bfloat16))
@@ -53,8 +51,8 @@ def test_it_gives_the_pure_cores_bits(cupy: Any, backend: Any) -> None:
 @pytest.mark.parametrize("offset", range(5))
 @pytest.mark.parametrize(("source", "target"), [("float32", "float32"), ("float16", "float32"), ("float16", "float16")])
 def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
-    cupy: Any, backend: Any, state: Any, size: int, offset: int, source: str, target: str
-) -> None:
+    cupy, backend, state, size: int, offset: int, source: str, target: str
+):
     for place in {0, size // 3, size // 2, size - 1}:
         x = cupy.ones(size + offset, dtype=source)[offset:]
         x[place] = np.nan
@@ -66,7 +64,7 @@ def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
-def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy: Any, backend: Any, state: Any, dtype: str) -> None:
+def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy, backend, state, dtype: str):
     rng = np.random.default_rng(0)
     sizes = [0, 1, 3, *rng.integers(0, 50_000, 300).tolist()]
     whole = [cupy.asarray(rng.standard_normal(size), dtype=dtype) for size in sizes]
@@ -86,13 +84,13 @@ def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy: Any, backen
         np.testing.assert_array_equal(cupy.asnumpy(x), y.astype(x.dtype))
 
 
-def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) -> None:
+def test_the_host_does_not_wait_between_scale_and_step(cupy, backend):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         grads = [cupy.ones(1 << 20, dtype=np.float32) for _ in range(8)]
         state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
 
-    def iterate() -> Any:
+    def iterate():
         backend.unscale(grads, state, out=grads)
         backend.unscale([*grads, cupy.ones(3, dtype=np.float32)], state)
         _, nonfinite, squares = backend.unscale_with_squares(grads, state, out=grads)
@@ -111,7 +109,7 @@ def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) 
         assert backend.read(verdict) == [0]
 
 
-def test_the_host_waits_for_what_it_reads(cupy: Any, backend: Any) -> None:
+def test_the_host_waits_for_what_it_reads(cupy, backend):
     x = cupy.asarray([1, 2], dtype=np.int32)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True):
@@ -121,11 +119,11 @@ def test_the_host_waits_for_what_it_reads(cupy: Any, backend: Any) -> None:
             assert backend.read(x) == expected
 
 
-def test_a_captured_graph_divides_judges_and_adapts_the_scale(cupy: Any) -> None:
+def test_a_captured_graph_divides_judges_and_adapts_the_scale(cupy):
     policy = DynamicScale(init_scale=4.0, growth_interval=2)
     stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
 
-    def iterate() -> Any:
+    def iterate():
         _, nonfinite = gradscale.unscale(grads, state, out=grads)
         for old, new in zip(state, policy.update(state, nonfinite=nonfinite), strict=True):
             old[...] = new
@@ -153,11 +151,11 @@ def test_a_captured_graph_divides_judges_and_adapts_the_scale(cupy: Any) -> None
     assert scales == [8.0, 4.0, 4.0, 8.0]
 
 
-def test_a_thread_waits_for_tables_that_another_one_sends(cupy: Any, backend: Any, state: Any) -> None:
+def test_a_thread_waits_for_tables_that_another_one_sends(cupy, backend, state):
     grads, one = [cupy.ones(1000, dtype=np.float32)], cupy.ones((), dtype=np.float32)
     cupy.cuda.Device().synchronize()
 
-    def send() -> None:
+    def send():
         # The default stream of a thread has the same handle in each.
         with cupy.cuda.Stream.ptds:
             stall(cupy, 200)
@@ -172,7 +170,7 @@ def test_a_thread_waits_for_tables_that_another_one_sends(cupy: Any, backend: An
 
 
 @pytest.mark.parametrize("busy", range(2))
-def test_devices_wait_for_each_other(cupy: Any, backend: Any, busy: int) -> None:
+def test_devices_wait_for_each_other(cupy, backend, busy: int):
     require_device_count(cupy, 2)
     x = cupy.zeros((), dtype=np.int32)
     with cupy.cuda.Device(1):
@@ -189,16 +187,16 @@ def test_devices_wait_for_each_other(cupy: Any, backend: Any, busy: int) -> None
 
 
 @pytest.mark.parametrize("name", presets.names())
-def test_each_preset_has_the_bits_of_its_rule_over_numpy(cupy: Any, backend: Any, name: str) -> None:
+def test_each_preset_has_the_bits_of_its_rule_over_numpy(cupy, backend, name: str):
     assert_rule_is_written(cupy, backend, presets.named(name))
 
 
-def test_clipping_has_the_bits_of_the_pure_core_over_numpy(cupy: Any, backend: Any) -> None:
+def test_clipping_has_the_bits_of_the_pure_core_over_numpy(cupy, backend):
     assert_clipping_is_written(cupy, backend)
 
 
 @pytest.mark.parametrize(("max_norm", "launches"), [(None, 50), (1.0, 75)])
-def test_an_iteration_is_some_dozens_of_launches(cupy: Any, max_norm: float | None, launches: int) -> None:
+def test_an_iteration_is_some_dozens_of_launches(cupy, max_norm: float | None, launches: int):
     scaler, optimizer, one = GradScaler(init_scale=8.0), Tree(), cupy.ones((), dtype=np.float32)
     count, counts = launch_counter(), []
     for value in (1.0, np.inf, 1.0):
@@ -215,7 +213,7 @@ def test_an_iteration_is_some_dozens_of_launches(cupy: Any, max_norm: float | No
     assert counts[0] - 1 == counts[1] == counts[2] <= launches
 
 
-def test_a_scaler_trains_on_a_device(cupy: Any) -> None:
+def test_a_scaler_trains_on_a_device(cupy):
     scaler, optimizer = GradScaler(init_scale=8.0), Tree()
     for value in (1.0, np.inf, 1.0):
         scale = scaler.scale(cupy.ones((), dtype=np.float32))

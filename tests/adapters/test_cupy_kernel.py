@@ -40,11 +40,11 @@ ALL_PAIRS = [*PAIRS, ("complex64", "complex64"), ("complex128", "complex128")]
 SCALES = [1.0, 65536.0, 2.0**-10, 3.0, 1e-3, 2.0**127, 2.0**-126]
 
 
-def inverse(scale: float) -> Any:
+def inverse(scale: float):
     return np.float32(1.0 / np.float64(np.float32(scale)))
 
 
-def product(x: Any, factor: Any, target: str) -> Any:
+def product(x, factor, target: str):
     """Return what NumPy makes of it."""
     return oracle(x, np.dtype(TYPES[target]), factor)[0]
 
@@ -79,7 +79,7 @@ def unscale_and_square(sources: list[Any], targets: list[Any], scale: float, chu
     return int(verdict), add_squares(np.concatenate([np.zeros(0), *sums]))
 
 
-def test_the_comparison_sees_each_wrong_answer() -> None:
+def test_the_comparison_sees_each_wrong_answer():
     right = np.array([0.0, 1.0, np.nan], np.float32)
     wrong = [[-0.0, 1.0, np.nan], [0.0, 1.0000001, np.nan], [0.0, 1.0, np.inf], [np.nan, 1.0, np.nan]]
     for got in (*(np.array(values, np.float32) for values in wrong), right.astype(np.float64)):
@@ -89,7 +89,7 @@ def test_the_comparison_sees_each_wrong_answer() -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
-def test_any_bits_become_what_numpy_makes_of_them(source: str, target: str, scale: float) -> None:
+def test_any_bits_become_what_numpy_makes_of_them(source: str, target: str, scale: float):
     rng = np.random.default_rng(0)
     width = np.dtype(TYPES[source]).itemsize
     # Half precision has few enough numbers to take them all; of the others some lie close to where rounding changes.
@@ -111,7 +111,7 @@ def test_any_bits_become_what_numpy_makes_of_them(source: str, target: str, scal
 @given(data=st.data())
 def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
     source: str, target: str, data: st.DataObject
-) -> None:
+):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
     sources, targets, rooms, expected = [], [], [], []
     in_place = source == target and data.draw(st.booleans(), label="in place")
@@ -143,7 +143,7 @@ def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
             np.testing.assert_array_equal(room, untouched)
 
 
-def _placed(values: Any, dtype: Any, offset: int) -> Any:
+def _placed(values, dtype, offset: int):
     """Return values as an array that begins so many elements into its memory."""
     room = np.zeros(values.size + offset, dtype)
     room[offset:] = values.ravel().astype(dtype)
@@ -152,7 +152,7 @@ def _placed(values: Any, dtype: Any, offset: int) -> Any:
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(("source", "target"), ALL_PAIRS, ids=lambda name: name)
-def test_a_bad_value_is_found_wherever_it_is(source: str, target: str, bad: float) -> None:
+def test_a_bad_value_is_found_wherever_it_is(source: str, target: str, bad: float):
     arrays = [np.ones(size, TYPES[source]) for size in (1, 0, 37, 16)]
     for index, array in enumerate(arrays):
         for place in range(array.size):
@@ -167,7 +167,7 @@ def test_a_bad_value_is_found_wherever_it_is(source: str, target: str, bad: floa
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 0.3, 0.0, 1.5, np.nan])
 @pytest.mark.parametrize("dtype", [*plans.KERNELS, "complex64", "complex128"])
-def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, factor: float) -> None:
+def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, factor: float):
     rng = np.random.default_rng(0)
     shapes: list[tuple[int, ...]] = [(), (3,), (0,), (9, 8), (700,)]
     arrays = [np.asarray(100 * rng.standard_normal(shape)).astype(TYPES[dtype]) for shape in shapes]
@@ -183,7 +183,7 @@ def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, f
 FLOAT32 = "-DGRADSCALE_SOURCE=float32", "-DGRADSCALE_TARGET=float32"
 
 
-def answers(kernels: Any) -> list[Any]:
+def answers(kernels):
     """Return the verdicts and sums of kernels of float32: of an array, and of one with a NaN in its second chunk."""
     x, scale, chunk = np.arange(5000, dtype=np.float32), np.array(1.0, np.float32), 2048
     found: list[Any] = []
@@ -202,7 +202,7 @@ WHOLE = [float(sum(k * k for k in range(begin, min(begin + 2048, 5000)))) for be
 ANSWERS = [[0, 0], WHOLE, [1, 1], [WHOLE[0], pytest.approx(np.nan, nan_ok=True), WHOLE[2]]]
 
 
-def test_a_whole_block_judges_and_adds_up() -> None:
+def test_a_whole_block_judges_and_adds_up():
     assert answers(compiled(SOURCE, *FLOAT32)) == ANSWERS
 
 
@@ -215,7 +215,7 @@ def test_a_whole_block_judges_and_adds_up() -> None:
     ],
     ids=["barrier", "branch", "shuffle", "vote"],
 )
-def test_threads_that_do_not_work_together_are_seen(change: tuple[str, str], tmp_path: Path) -> None:
+def test_threads_that_do_not_work_together_are_seen(change: tuple[str, str], tmp_path: Path):
     source = SOURCE.read_text()
     line, changed = change
     assert source.count(line) == 1
@@ -226,7 +226,7 @@ def test_threads_that_do_not_work_together_are_seen(change: tuple[str, str], tmp
         assert answers(kernels) != ANSWERS
 
 
-def test_a_cast_that_overflows_is_found() -> None:
+def test_a_cast_that_overflows_is_found():
     for source, target, value in (("float32", "float16", 65520.0), ("float64", "float32", 1e39)):
         x, made = np.array([value], TYPES[source]), np.zeros(1, TYPES[target])
         assert unscale([x], [made], 1.0) == 1
@@ -242,7 +242,7 @@ def test_a_cast_that_overflows_is_found() -> None:
 )
 def test_nvcc_compiles_the_kernels_without_a_warning_keeps_subnormal_numbers_and_loads_rows_before_it_divides(
     architecture: str, tmp_path: Path
-) -> None:
+):
     made = tmp_path / "unscale.ptx"
     # As CuPy does, which asks for subnormal numbers to be flushed.
     options = "-std=c++17", f"-arch={architecture}", "-ftz=true", "-Werror", "all-warnings"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from axes import require
@@ -16,19 +14,19 @@ pytestmark = [pytest.mark.mpi, pytest.mark.tier("ranks")]
 
 
 @pytest.fixture
-def comm() -> Any:
+def comm():
     require("mpi")
     from mpi4py import MPI
 
     return MPI.COMM_SELF.Dup()
 
 
-def array(cupy: Any, *values: int, device: int = 0) -> Any:
+def array(cupy, *values: int, device: int = 0):
     with cupy.cuda.Device(device):
         return cupy.array(values, dtype=np.int32)
 
 
-def test_arrays_come_back_on_their_device_and_the_host_waits_once(cupy: Any, comm: Any) -> None:
+def test_arrays_come_back_on_their_device_and_the_host_waits_once(cupy, comm):
     collectives = collectives_for(comm, 5.0)
     sent = array(cupy, 3, -7, 2**31 - 1, device=1)
     cupy.log.clear()
@@ -40,14 +38,14 @@ def test_arrays_come_back_on_their_device_and_the_host_waits_once(cupy: Any, com
     assert found.get().tolist() == finish().get().tolist() == [3, -7, 2**31 - 1]
 
 
-def test_other_dtypes_and_dimensions_are_errors(cupy: Any, comm: Any) -> None:
+def test_other_dtypes_and_dimensions_are_errors(cupy, comm):
     collectives = collectives_for(comm, 5.0)
     for wrong in (cupy.zeros(2, dtype=np.float32), cupy.zeros((1, 2), dtype=np.int32), cupy.zeros((), dtype=np.int32)):
         with pytest.raises(InvalidValueError, match="only 1-d int32 arrays are reduced"):
             collectives.start_max(wrong)
 
 
-def test_a_scaler_over_mpi_skips_the_step_of_the_optimizer_that_overflows(cupy: Any, comm: Any) -> None:
+def test_a_scaler_over_mpi_skips_the_step_of_the_optimizer_that_overflows(cupy, comm):
     scaler = ShardedGradScaler(group=comm, timeout=5.0, init_scale=4.0)
     one, other = Tree([]), Tree([])
     for value in (4.0, 4.0, np.inf):
@@ -61,12 +59,10 @@ def test_a_scaler_over_mpi_skips_the_step_of_the_optimizer_that_overflows(cupy: 
     assert (one.steps, other.steps, scaler.get_scale()) == (2, 3, 2.0)
 
 
-def test_a_device_that_fails_is_its_error_and_sends_nothing(
-    cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_fails_is_its_error_and_sends_nothing(cupy, comm, monkeypatch: pytest.MonkeyPatch):
     collectives, sent = collectives_for(comm, 5.0), array(cupy, 1)
 
-    def fail(_: Any) -> Any:
+    def fail(_):
         raise cupy.cuda.runtime.CUDARuntimeError(700)
 
     with monkeypatch.context() as patch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
 
 
 @pytest.fixture
-def cupy() -> Iterator[Any]:
+def cupy():
     """Return CuPy, on a machine with CUDA and NCCL."""
     cupy = require_cupy()
     from gradscale_cupy.availability import nccl_module, nccl_package
@@ -30,28 +30,28 @@ def cupy() -> Iterator[Any]:
 
 
 @pytest.fixture
-def comm(cupy: Any) -> Any:  # noqa: ARG001
+def comm(cupy):  # noqa: ARG001
     """Return a communicator of this process alone."""
     from cupy.cuda import nccl
 
     return nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
 
 
-def in_world(cupy: Any, size: int, run: Callable[[Any], Any]) -> list[Any]:
+def in_world(cupy, size: int, run: Callable[[Any], Any]):
     """Call a function on each of several devices, with a communicator of all, in a thread for each."""
     from cupy.cuda import nccl
 
     require_device_count(cupy, size)
     name = nccl.get_unique_id()
 
-    def begin(group: Any) -> Any:
+    def begin(group):
         with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
             return run(nccl.NcclCommunicator(size, name, group.rank))
 
     return run_ranks(size, begin, timeout=120.0)
 
 
-def train(cupy: Any, scaler: GradScaler, *bad: bool) -> tuple[float, list[Any]]:
+def train(cupy, scaler: GradScaler, *bad: bool):
     """Make an iteration for each of these, with an overflow where it says so; return what came of it."""
     optimizer = Tree()
     for is_bad in bad:
@@ -64,32 +64,32 @@ def train(cupy: Any, scaler: GradScaler, *bad: bool) -> tuple[float, list[Any]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_worlds_conform(cupy: Any, size: int) -> None:
+def test_worlds_conform(cupy, size: int):
     from gradscale_cupy.nccl import backend
 
-    def check(comm: Any) -> None:
+    def check(comm):
         check_collectives(backend.collectives(comm, timeout=60.0), cupy.zeros((), dtype=np.float32))
 
     assert in_world(cupy, size, check) == [None] * size
 
 
-def test_a_scaler_over_a_world_of_one_trains_as_one_without_a_group(cupy: Any, comm: Any) -> None:
+def test_a_scaler_over_a_world_of_one_trains_as_one_without_a_group(cupy, comm):
     sharded = ShardedGradScaler(group=comm, init_scale=8.0, timeout=60.0)
     assert train(cupy, sharded, False, True, False) == train(cupy, GradScaler(init_scale=8.0), False, True, False)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_bad_value_on_any_device_skips_on_all(cupy: Any, size: int) -> None:
+def test_a_bad_value_on_any_device_skips_on_all(cupy, size: int):
     for bad in range(size):
 
-        def run(comm: Any, bad: int = bad) -> Any:
+        def run(comm, bad: int = bad):
             scaler = ShardedGradScaler(group=comm, init_scale=8.0, timeout=60.0)
             return train(cupy, scaler, False, comm.rank_id() == bad, False)
 
         assert in_world(cupy, size, run) == [(4.0, [[1.0, 1.0]] * 2)] * size
 
 
-def test_the_host_does_not_wait_until_the_result_is_asked_for(cupy: Any, comm: Any) -> None:
+def test_the_host_does_not_wait_until_the_result_is_asked_for(cupy, comm):
     from gradscale_cupy.nccl import backend
 
     collectives = backend.collectives(comm, timeout=60.0)
@@ -109,7 +109,7 @@ def test_the_host_does_not_wait_until_the_result_is_asked_for(cupy: Any, comm: A
 
 
 @pytest.mark.parametrize("kind", ["streams", "threads"])
-def test_another_stream_has_the_result(cupy: Any, comm: Any, kind: str) -> None:
+def test_another_stream_has_the_result(cupy, comm, kind: str):
     from gradscale_cupy.nccl import backend
 
     collectives = backend.collectives(comm, timeout=60.0)
@@ -118,7 +118,7 @@ def test_another_stream_has_the_result(cupy: Any, comm: Any, kind: str) -> None:
     first, second = [cupy.cuda.Stream.ptds] * 2 if kind == "threads" else streams
     pending: list[Any] = []
 
-    def begin(milliseconds: int) -> None:
+    def begin(milliseconds: int):
         with cupy.cuda.Device(0), first:
             x = cupy.asarray([3, -4], dtype=np.int32)
             stall(cupy, milliseconds)
@@ -132,7 +132,7 @@ def test_another_stream_has_the_result(cupy: Any, comm: Any, kind: str) -> None:
             assert cupy.asnumpy(pending.pop()() + 1).tolist() == [4, -3]
 
 
-def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy: Any, comm: Any) -> None:
+def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy, comm):
     from gradscale_cupy.nccl import backend
 
     collectives = backend.collectives(comm, timeout=0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tracemalloc
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -42,15 +42,15 @@ def dense(size: int, address: int = 4096, dtype: str = "float32") -> Layout:
     return Layout(address, (size,), (1,), dtype)
 
 
-def plan(sources: list[Layout], targets: list[Layout]) -> Any:
+def plan(sources: list[Layout], targets: list[Layout]):
     return plans.plan([one.place for one in sources], [one.place for one in targets])
 
 
-def require_disjoint(sources: list[Layout], targets: list[Layout]) -> None:
+def require_disjoint(sources: list[Layout], targets: list[Layout]):
     plans.require_disjoint([one.place for one in sources], [one.place for one in targets])
 
 
-def test_thousands_of_arrays_are_one_launch_for_each_pair_of_dtypes() -> None:
+def test_thousands_of_arrays_are_one_launch_for_each_pair_of_dtypes():
     sources = [dense(1000, 4096 * k) for k in range(3000)] + [dense(10, 4096 * k, "float16") for k in range(50)]
     targets = sources[:3000] + [dense(10, 4096 * k, "float32") for k in range(50)]
     launches, others = plan(sources, targets)
@@ -58,7 +58,7 @@ def test_thousands_of_arrays_are_one_launch_for_each_pair_of_dtypes() -> None:
     assert (found, others) == ([("float32_float32", 3000, 3000), ("float16_float32", 50, 50)], [])
 
 
-def test_a_long_array_is_cut_into_chunks_and_an_empty_one_has_no_row() -> None:
+def test_a_long_array_is_cut_into_chunks_and_an_empty_one_has_no_row():
     sizes = [CHUNK, CHUNK + 1, 0, 1, 5 * CHUNK]
     launches, _ = plan(*[[dense(size) for size in sizes]] * 2)
     assert launches[0].chunks.tolist() == [[0, 0], [1, 0], [1, 1], [2, 0], *([3, k] for k in range(5))]
@@ -77,7 +77,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize(("shape", "strides"), DENSE.values(), ids=DENSE)
-def test_memory_without_gaps_is_read_in_its_own_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def test_memory_without_gaps_is_read_in_its_own_order(shape: tuple[int, ...], strides: tuple[int, ...]):
     for dtype, parts in (("float32", 1), ("complex64", 2)):
         layouts = [Layout(4096, shape, strides, dtype)]
         (one,), others = plan(layouts, layouts)
@@ -97,7 +97,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize(("source", "target"), LEFT.values(), ids=LEFT)
-def test_other_dtypes_memory_with_gaps_and_two_orders_are_left_to_the_pure_core(source: Layout, target: Layout) -> None:
+def test_other_dtypes_memory_with_gaps_and_two_orders_are_left_to_the_pure_core(source: Layout, target: Layout):
     launches, others = plan([dense(4), source], [dense(4), target])
     assert ([len(one.table) for one in launches], others) == ([1], [1])
 
@@ -150,9 +150,7 @@ def is_surely_disjoint(sources: list[Layout], targets: list[Layout]) -> bool:
 
 
 @given(st.lists(pairs(), max_size=4))
-def test_memory_that_would_be_divided_twice_is_forbidden_and_no_other_that_is_apart(
-    given: list[tuple[Layout, Layout]],
-) -> None:
+def test_memory_that_would_be_divided_twice_is_forbidden_and_no_other_that_is_apart(given: list[tuple[Layout, Layout]]):
     sources, targets = [source for source, _ in given], [target for _, target in given]
     if is_disjoint(sources, targets) and is_surely_disjoint(sources, targets):
         require_disjoint(sources, targets)
@@ -161,7 +159,7 @@ def test_memory_that_would_be_divided_twice_is_forbidden_and_no_other_that_is_ap
         require_disjoint(sources, targets)
 
 
-def test_elements_in_the_gaps_of_another_array_are_forbidden_and_the_rule_is_told() -> None:
+def test_elements_in_the_gaps_of_another_array_are_forbidden_and_the_rule_is_told():
     columns = [Layout(4096, (3, 2), (4, 1)), Layout(4104, (3, 2), (4, 1))]
     assert is_disjoint(columns, columns)
     with pytest.raises(InvalidValueError, match="gradients 0 and 1") as raised:
@@ -188,12 +186,12 @@ def test_elements_in_the_gaps_of_another_array_are_forbidden_and_the_rule_is_tol
     ],
     ids=["two", "over another", "one", "its target"],
 )
-def test_what_shares_memory_is_named(sources: list[Layout], targets: list[Layout] | None, message: str) -> None:
+def test_what_shares_memory_is_named(sources: list[Layout], targets: list[Layout] | None, message: str):
     with pytest.raises(InvalidValueError, match=message):
         require_disjoint(sources, targets or sources)
 
 
-def test_broadcast_arrays_are_judged_without_a_look_at_their_elements() -> None:
+def test_broadcast_arrays_are_judged_without_a_look_at_their_elements():
     one, windows = Layout(4096, (5_000, 6_000), (0, 0)), Layout(4096, (30_000_000, 2), (1, 1))
     tracemalloc.start()
     try:

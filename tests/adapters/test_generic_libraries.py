@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +24,10 @@ pytestmark = pytest.mark.tier("ranks")
 class Computations:
     """A scheduler of dask that counts how often it is asked to compute."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def __call__(self, graph: Any, keys: Any, **options: Any) -> Any:
+    def __call__(self, graph, keys, **options):
         from dask.local import get_sync
 
         self.count += 1
@@ -56,9 +55,7 @@ def computations(dask: Library) -> Iterator[Computations]:
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])
-def test_the_scaler_computes_once_for_each_step_of_dask(
-    dask: Library, computations: Computations, explicit: bool
-) -> None:
+def test_the_scaler_computes_once_for_each_step_of_dask(dask: Library, computations: Computations, explicit: bool):
     scaler = GradScaler(init_scale=8.0)
     for value in (1.0, math.inf, 1.0):
         before = computations.count
@@ -76,7 +73,7 @@ def test_the_scaler_computes_once_for_each_step_of_dask(
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
-def test_a_scalers_plan_does_not_grow_from_iteration_to_iteration(dask: Library, optimizers: int) -> None:
+def test_a_scalers_plan_does_not_grow_from_iteration_to_iteration(dask: Library, optimizers: int):
     scaler = GradScaler(init_scale=8.0, policy=None, growth_interval=3)
     sizes = []
     for iteration in range(8):
@@ -91,7 +88,7 @@ def test_a_scalers_plan_does_not_grow_from_iteration_to_iteration(dask: Library,
     assert scaler.get_scale() == 16.0
 
 
-def test_arrays_of_dask_in_chunks_are_judged_in_every_chunk(dask: Library) -> None:
+def test_arrays_of_dask_in_chunks_are_judged_in_every_chunk(dask: Library):
     from dask import array
 
     state = DynamicScale(init_scale=4.0).init(dask.asarray(1.0))
@@ -104,15 +101,15 @@ def test_arrays_of_dask_in_chunks_are_judged_in_every_chunk(dask: Library) -> No
 
 
 @pytest.fixture
-def ndonnx() -> Any:
+def ndonnx():
     """Return ndonnx, whose import warns that its values come from onnx's reference implementation."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="onnxruntime is not installed")
         return require("ndonnx")
 
 
-def test_ndonnx_runs_the_core_eagerly(ndonnx: Any) -> None:
-    def array(values: Any, dtype: Any = np.float32) -> Any:
+def test_ndonnx_runs_the_core_eagerly(ndonnx):
+    def array(values, dtype=np.float32):
         return ndonnx.asarray(np.asarray(values, dtype=dtype))
 
     policy = DynamicScale(init_scale=8.0)
@@ -131,7 +128,7 @@ def test_ndonnx_runs_the_core_eagerly(ndonnx: Any) -> None:
 
 
 @pytest.mark.parametrize("quantity", ["loss", "norm"])
-def test_a_rule_for_spikes_judges_arrays_of_a_library_that_moves_none(ndonnx: Any, quantity: Any) -> None:
+def test_a_rule_for_spikes_judges_arrays_of_a_library_that_moves_none(ndonnx, quantity):
     scaler, optimizer = GradScaler(skip=gradscale.SkipSpikes(window=8, of=quantity)), Tree()
     reasons = []
     for step in range(7):

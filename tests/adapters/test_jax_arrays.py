@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,12 +24,12 @@ BACKEND = registry.get("jax")
 INT32 = ["float32", "int32", "int32", "int32"]
 
 
-def bits(x: Any) -> Any:
+def bits(x):
     """Return an array's bytes, so that NaNs and signed zeros compare."""
     return np.asarray(x).tobytes()
 
 
-def dtypes_of(state: Any) -> list[str]:
+def dtypes_of(state) -> list[str]:
     """Return the dtypes of a state, after asserting that none of them is weak."""
     assert not any(field.weak_type for field in state)
     return [str(field.dtype) for field in state]
@@ -48,15 +47,15 @@ def dtypes_of(state: Any) -> list[str]:
         *(pytest.param(name, True, marks=LATE) for name in ("float64", "complex128")),
     ],
 )
-def test_the_adapter_gives_the_pure_cores_bits(name: str, x64: bool) -> None:
+def test_the_adapter_gives_the_pure_cores_bits(name: str, x64: bool):
     with x64_mode(x64):
         gradscale.testing.check_backend(BACKEND, jnp.zeros(()), dtypes=[jnp.dtype(name)])
 
 
-def test_arrays_and_traced_values_are_served_by_the_adapter() -> None:
+def test_arrays_and_traced_values_are_served_by_the_adapter():
     seen = []
 
-    def look(x: Any) -> Any:
+    def look(x):
         seen.append(registry.backend_for(x))
         return x
 
@@ -66,7 +65,7 @@ def test_arrays_and_traced_values_are_served_by_the_adapter() -> None:
     assert registry.get("jaxlib") is BACKEND
 
 
-def alternating(size: int, dtype: Any) -> Any:
+def alternating(size: int, dtype):
     """Return finite numbers, nothing that a sum of them could hold."""
     numbers = np.full(size, jnp.finfo(dtype).max, jnp.dtype(dtype))
     numbers[::2] = -numbers[::2]
@@ -76,7 +75,7 @@ def alternating(size: int, dtype: Any) -> Any:
 # XLA's own maximum drops a NaN of large arrays.
 @pytest.mark.parametrize("size", [1, 7, 1000, 1 << 20, pytest.param(16 << 20, marks=pytest.mark.tier("ranks"))])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_bad_value_is_found_wherever_it_is(dtype: str, size: int) -> None:
+def test_a_bad_value_is_found_wherever_it_is(dtype: str, size: int):
     state = DynamicScale(init_scale=1.0).init(jnp.zeros(()))
     judge = jax.jit(lambda x: gradscale.unscale([x], state)[1])
     numbers = alternating(size, dtype)
@@ -92,7 +91,7 @@ def test_a_bad_value_is_found_wherever_it_is(dtype: str, size: int) -> None:
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_bad_value_on_each_device_of_a_mesh_is_found(dtype: str, kind: str) -> None:
+def test_a_bad_value_on_each_device_of_a_mesh_is_found(dtype: str, kind: str):
     share = 1 << 18
     clean = on_mesh(np.ones(COUNT, dtype), "data", kind=kind)
     numbers = alternating(share * COUNT, dtype)
@@ -110,7 +109,7 @@ def test_a_bad_value_on_each_device_of_a_mesh_is_found(dtype: str, kind: str) ->
                 assert bits(unscaled[0]) == bits(spoilt / spoilt.dtype.type(2.0))
 
 
-def test_a_state_is_made_where_it_can_meet_the_array() -> None:
+def test_a_state_is_made_where_it_can_meet_the_array():
     spread, last = on_mesh(jnp.ones(COUNT), "data"), jax.device_put(jnp.ones(3), jax.devices()[-1])
     free = DynamicScale().init(jnp.ones(()))
     assert not any(field.committed for field in free)
@@ -134,7 +133,7 @@ def test_a_state_is_made_where_it_can_meet_the_array() -> None:
                 assert int(gradscale.unscale(grads, new)[1]) == 0
 
 
-def test_gradients_on_several_devices_are_counted_together() -> None:
+def test_gradients_on_several_devices_are_counted_together():
     grads = [jax.device_put(jnp.asarray([1.0, math.nan]), device) for device in jax.devices()]
     for like in (jnp.zeros(()), grads[2]):
         _, nonfinite = gradscale.unscale([*grads, jnp.ones(2)], DynamicScale().init(like))
@@ -148,7 +147,7 @@ LARGE = [2.0**125, 2.0**126, 1e38, 3.3e38, 9e37]
 @pytest.mark.parametrize("scale", [2.0**127, *later("ranks", 2.0**-126, 1e-37, 3.0, 2.0**16, *LARGE)])
 @pytest.mark.parametrize("count", [1, *later("ranks", 2, 5)])
 @pytest.mark.parametrize("how", ["closed-over", "pure core", *later("ranks", "eager", "jit")])
-def test_no_scale_makes_gradients_vanish(scale: float, count: int, how: str) -> None:
+def test_no_scale_makes_gradients_vanish(scale: float, count: int, how: str):
     state = gradscale.StaticScale(scale).init(jnp.zeros(()))
     stored = float(state.scale)
     # Numbers that are normal before and after the division.
@@ -170,7 +169,7 @@ def test_no_scale_makes_gradients_vanish(scale: float, count: int, how: str) -> 
                 assert np.asarray(got).real.tolist() == expected.tolist()
 
 
-def test_a_scaler_outside_jit_follows_every_change_of_the_scale() -> None:
+def test_a_scaler_outside_jit_follows_every_change_of_the_scale():
     scaler, optimizer, w = GradScaler(init_scale=1024.0), Tree(), jnp.ones(2)
     gradient = jax.grad(lambda w, x: scaler.scale(jnp.sum(w * x)))
     compiled = jax.jit(gradient)
@@ -184,7 +183,7 @@ def test_a_scaler_outside_jit_follows_every_change_of_the_scale() -> None:
     assert [seen.tolist() for seen in optimizer.seen] == [[1.0, 1.0]] * 3
 
 
-def test_nothing_is_read_or_donated() -> None:
+def test_nothing_is_read_or_donated():
     state = DynamicScale().init(jnp.zeros(()))
     grads = [jnp.ones(4), jnp.ones(4, dtype=jnp.float16)]
     with jax.transfer_guard_device_to_host("disallow"):
@@ -200,7 +199,7 @@ def test_nothing_is_read_or_donated() -> None:
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
-def test_dtypes_are_the_same_under_every_promotion_and_precision(promotion: str, x64: bool) -> None:
+def test_dtypes_are_the_same_under_every_promotion_and_precision(promotion: str, x64: bool):
     with x64_mode(x64), jax.numpy_dtype_promotion(promotion), jax.numpy_rank_promotion("raise"):
         policy = DynamicScale(growth_factor=1.5, backoff_factor=0.3, hysteresis=2, tolerance=None, max_scale=2.0**20)
         state = policy.init(jnp.zeros((), dtype=jnp.float16))
@@ -216,7 +215,7 @@ def test_dtypes_are_the_same_under_every_promotion_and_precision(promotion: str,
             assert dtypes_of(run(state, nonfinite=nonfinite)) == INT32
 
 
-def test_float64_is_used_for_factors_exactly_while_it_is_switched_on() -> None:
+def test_float64_is_used_for_factors_exactly_while_it_is_switched_on():
     # float32(1.1) differs from 1.1, and the products from each other.
     policy = DynamicScale(init_scale=7.0, growth_factor=1.1, growth_interval=1)
     expected = {True: float(np.float32(np.float64(7.0) * 1.1)), False: float(np.float32(7.0) * np.float32(1.1))}
@@ -226,12 +225,12 @@ def test_float64_is_used_for_factors_exactly_while_it_is_switched_on() -> None:
             assert float(state.scale) == expected[x64]
 
 
-def test_a_traced_verdict_cannot_be_read() -> None:
+def test_a_traced_verdict_cannot_be_read():
     with pytest.raises(InvalidTypeError, match=r"outside jit, or use gradscale_jax\.value_and_grad"):
         jax.jit(BACKEND.read)(jnp.zeros(3, dtype=jnp.int32))
 
 
-def test_integers_and_float0_pass_through() -> None:
+def test_integers_and_float0_pass_through():
     state = DynamicScale(init_scale=2.0).init(jnp.zeros(()))
     none = np.zeros((3,), dtype=jax.dtypes.float0)
     tree = {"count": jnp.asarray([3]), "none": none, "weights": jnp.asarray([4.0]), "nothing": None}
@@ -250,7 +249,7 @@ def test_integers_and_float0_pass_through() -> None:
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "bfloat16", "float16", "float32"])
-def test_narrow_types_have_their_own_subnormals(name: str) -> None:
+def test_narrow_types_have_their_own_subnormals(name: str):
     with opened("jax"):
         dtype = np.dtype(getattr(ml_dtypes, name, name))
         info = ml_dtypes.finfo(dtype)
@@ -259,7 +258,7 @@ def test_narrow_types_have_their_own_subnormals(name: str) -> None:
         assert found == [Summary(5, 0, 1, 1, 1, float(info.max))]
 
 
-def test_arrays_on_several_devices_and_spread_over_them_are_summarized_at_once() -> None:
+def test_arrays_on_several_devices_and_spread_over_them_are_summarized_at_once():
     values = np.array([1.0, np.inf, 0.0, -3.0], np.float32)
     given = [*(jax.device_put(values, where) for where in jax.devices()[:2]), on_mesh(values, "data")]
     found, _ = BACKEND.read_summaries(given)

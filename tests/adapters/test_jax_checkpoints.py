@@ -27,7 +27,7 @@ STEPS: dict[str, Any] = {
 }
 
 
-def trained(steps: range, params: Any, state: Any, rule: str) -> tuple[Any, Any]:
+def trained(steps: range, params, state, rule: str):
     """Return parameters and state after some steps, of which 1 and 6 overflow; after five no tracker is zero."""
     for index in steps:
         grads = jax.tree.map(lambda leaf, index=index: leaf[index], gradients(8, frozenset({1, 6})))
@@ -35,12 +35,12 @@ def trained(steps: range, params: Any, state: Any, rule: str) -> tuple[Any, Any]
     return params, state
 
 
-def through_flax_bytes(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+def through_flax_bytes(state, fresh, folder: Path):  # noqa: ARG001
     serialization = require("flax").serialization
     return jax.tree.map(jnp.asarray, serialization.from_bytes(fresh, serialization.to_bytes(state)))
 
 
-def through_orbax(state: Any, fresh: Any, folder: Path) -> Any:
+def through_orbax(state, fresh, folder: Path):
     with require("orbax").StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "state", {"scaler": state})
         checkpointer.wait_until_finished()
@@ -58,9 +58,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
-def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(
-    tmp_path: Path, way: Callable[..., Any], rule: str
-) -> None:
+def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, way: Callable[..., Any], rule: str):
     fresh = first_params(), STEPS[rule][0].init(first_params())
     params, state = trained(range(5), *fresh, rule)
     assert (state.windows is None) if rule == "overflows" else state.windows.count.tolist() == [0, 3]
@@ -76,7 +74,7 @@ def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(
 
 @pytest.mark.parametrize("way", ["flax-bytes", "orbax"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
-def test_windows_of_losses_are_not_loaded_as_windows_of_norms(tmp_path: Path, way: str) -> None:
+def test_windows_of_losses_are_not_loaded_as_windows_of_norms(tmp_path: Path, way: str):
     rules = [SkipSpikes(window=3, of=of) for of in ("loss", "norm")]
     of_loss, of_norm = (gradscale_jax.scaled(optax.sgd(0.1), POLICY, skip=rule).init(first_params()) for rule in rules)
     WAYS[way](of_loss, of_loss, tmp_path / "same")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from axes_jax import COUNT, P, devices, jax, jnp
-from numpy.typing import NDArray
 from optimizers import Tree
 from tiers import later
 
@@ -39,23 +38,23 @@ RANDOM = [np.asarray(np.random.default_rng(0).normal(size=x.shape)).astype(x.dty
 class Beside:
     """A group of ranks with devices of their own: what they send passes through the host, as MPI's does."""
 
-    def __init__(self, collectives: ThreadCollectives) -> None:
+    def __init__(self, collectives: ThreadCollectives):
         self.rank, self.size = collectives.rank, collectives.size
         self._collectives = collectives
 
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
+    def start_max(self, x, /):
         """Begin the all-reduce of a JAX array; its answer is where the array is."""
         finish = self._collectives.start_max(np.asarray(x))
         return lambda: jax.device_put(finish(), x.sharding)
 
 
-def placed(x: Any, over: Any, spec: str) -> Any:
+def placed(x, over, spec: str):
     """Return an array split over the mesh by its first axis, or whole on each device."""
     axes = ("d",) if spec == "split" and x.ndim else ()
     return jax.device_put(x, jax.sharding.NamedSharding(over, P(*axes)))
 
 
-def step(scaler: Any, grads: Sequence[Any], loss: Any, **clip: Any) -> tuple[float, list[NDArray[Any]], int]:
+def step(scaler, grads: Sequence[Any], loss, **clip):
     """Make one iteration; return the norm, the clipped gradients and how many steps were made."""
     optimizer = Tree(list(grads))
     scaler.scale(loss)
@@ -68,7 +67,7 @@ def step(scaler: Any, grads: Sequence[Any], loss: Any, **clip: Any) -> tuple[flo
     return float(norm), found, optimizer.steps
 
 
-def train(scaler: Any, row: tuple[str, str, str], among: Sequence[Any], values: Sequence[Any], **clip: Any) -> Any:
+def train(scaler, row: tuple[str, str, str], among: Sequence[Any], values: Sequence[Any], **clip):
     """Make a clean iteration and one that overflows, on a row of the table; return what the first one found."""
     kind, spec, loss = row
     over = jax.sharding.Mesh(np.asarray(among), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
@@ -81,26 +80,26 @@ def train(scaler: Any, row: tuple[str, str, str], among: Sequence[Any], values: 
     return found
 
 
-def leave_out_explicit(row: tuple[str, str, str]) -> None:
+def leave_out_explicit(row: tuple[str, str, str]):
     """Skip a row that JAX 0.7 refuses."""
     if jax.__version_info__ < (0, 8) and (row[0], row[2]) == ("Explicit", "device"):
         pytest.skip("JAX 0.7 computes with explicit shardings in a mesh context only")
 
 
-def alone(values: Sequence[Any]) -> Any:
+def alone(values: Sequence[Any]):
     """Return what a scaler of one device finds."""
     grads = [jnp.asarray(x * SCALE) for x in values]
     return step(GradScaler(init_scale=SCALE), grads, jnp.ones(()), max_norm=1.0)
 
 
-def assert_same(got: Any, wanted: Any) -> None:
+def assert_same(got, wanted):
     assert got[0] == wanted[0]
     for mine, other in zip(got[1], wanted[1], strict=True):
         np.testing.assert_array_equal(mine, other, strict=True)
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_gradients_over_a_mesh_are_clipped_as_on_one_device(row: tuple[str, str, str]) -> None:
+def test_gradients_over_a_mesh_are_clipped_as_on_one_device(row: tuple[str, str, str]):
     leave_out_explicit(row)
     got = train(GradScaler(init_scale=SCALE), row, devices(), EXACT)
     assert got[0] == NORM
@@ -117,13 +116,13 @@ def test_gradients_over_a_mesh_are_clipped_as_on_one_device(row: tuple[str, str,
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("norm_over", ["group", *later("all", "rank")])
 @pytest.mark.parametrize("row", TABLE)
-def test_ranks_clip_gradients_over_a_mesh_of_their_own_alike(row: tuple[str, str, str], norm_over: str) -> None:
+def test_ranks_clip_gradients_over_a_mesh_of_their_own_alike(row: tuple[str, str, str], norm_over: str):
     leave_out_explicit(row)
     share = COUNT // 2
     # Of norms 3 and 4 times as large, which is 5 times together.
     times, norm = ((3, 4), 5 * NORM) if norm_over == "group" else ((1, 1), NORM)
 
-    def train_rank(collectives: ThreadCollectives) -> Any:
+    def train_rank(collectives: ThreadCollectives):
         rank = collectives.rank
         values = [x * times[rank] for x in EXACT]
         scaler = ShardedGradScaler(group=Beside(collectives), init_scale=SCALE)

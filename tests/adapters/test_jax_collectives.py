@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ AXES = [
 ]
 
 
-def on_devices(function: Any, *arrays: Any, names: tuple[str, ...] = ("data",), shape: Any = (COUNT,)) -> Any:
+def on_devices(function, *arrays, names: tuple[str, ...] = ("data",), shape=(COUNT,)):
     """Run a function on every device of a mesh, on rows of arrays, and return what each device returned."""
     mapped = jax.shard_map(
         lambda *rows: jax.tree.map(lambda x: x[None], function(*(jax.tree.map(lambda x: x[0], row) for row in rows))),
@@ -50,10 +49,10 @@ def states(policy: DynamicScale) -> ScaleState:
 
 
 @pytest.mark.parametrize(("names", "shape", "axis_name"), AXES)
-def test_the_maximum_is_of_all_ranks_and_exact(names: Any, shape: Any, axis_name: Any) -> None:
+def test_the_maximum_is_of_all_ranks_and_exact(names, shape, axis_name):
     rows = np.random.default_rng(0).integers(-(2**31) + 1, 2**31 - 1, size=(COUNT, 16), dtype=np.int32)
 
-    def reduce(row: Any) -> Any:
+    def reduce(row):
         collectives = gradscale_jax.AxisCollectives(axis_name)
         finish = collectives.start_max(row)
         return finish(), finish(), collectives.rank, jnp.asarray(collectives.size)
@@ -65,8 +64,8 @@ def test_the_maximum_is_of_all_ranks_and_exact(names: Any, shape: Any, axis_name
     assert (sorted(ranks.tolist()), sizes.tolist()) == (list(range(COUNT)), [COUNT] * COUNT)
 
 
-def test_what_is_no_vector_of_int32_is_refused() -> None:
-    def reduce(row: Any) -> Any:
+def test_what_is_no_vector_of_int32_is_refused():
+    def reduce(row):
         return gradscale_jax.AxisCollectives("data").start_max(row)()
 
     for wrong in (jnp.zeros((COUNT, 2)), jnp.zeros((COUNT, 2, 2), dtype=jnp.int32), jnp.zeros(COUNT, dtype=jnp.int32)):
@@ -76,12 +75,12 @@ def test_what_is_no_vector_of_int32_is_refused() -> None:
 
 @pytest.mark.tier("quick")
 @pytest.mark.parametrize("axis_name", [(), None, ["data", []], {}], ids=repr)
-def test_what_names_no_axis_is_refused(axis_name: Any) -> None:
+def test_what_names_no_axis_is_refused(axis_name):
     with pytest.raises(InvalidTypeError, match="axis_name must be the name of a mapped axis"):
         gradscale_jax.AxisCollectives(axis_name)
 
 
-def test_an_axis_that_is_not_mapped_is_refused() -> None:
+def test_an_axis_that_is_not_mapped_is_refused():
     run = gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY, axis_name=("data", "model"))
     for call in (
         lambda: gradscale_jax.AxisCollectives("data"),
@@ -96,14 +95,12 @@ def test_an_axis_that_is_not_mapped_is_refused() -> None:
 
 @pytest.mark.tier("quick")
 @pytest.mark.parametrize(("names", "shape", "axis_name"), AXES)
-def test_an_overflow_on_each_rank_in_turn_is_agreed_and_else_a_spike_unless_one_has_drifted(
-    names: Any, shape: Any, axis_name: Any
-) -> None:
-    def step(state: ScaleState, nonfinite: Any, spike: Any) -> Any:
+def test_an_overflow_on_each_rank_in_turn_is_agreed_and_else_a_spike_unless_one_has_drifted(names, shape, axis_name):
+    def step(state: ScaleState, nonfinite, spike):
         verdict = gradscale_jax.agree(nonfinite, state, POLICY, axis_name, spike=spike)
         return verdict.nonfinite, verdict.spike, verdict.desynced, verdict.finite, verdict.taken
 
-    def outcome(spikes: Any, nonfinite: Any, scale: float = 4.0) -> tuple[int, ...]:
+    def outcome(spikes, nonfinite, scale: float = 4.0) -> tuple[int, ...]:
         rows = states(DynamicScale(init_scale=4.0))
         rows = rows._replace(scale=rows.scale.at[0].set(scale))
         given = rows, np.int32(nonfinite), np.asarray(spikes)
@@ -122,7 +119,7 @@ def test_an_overflow_on_each_rank_in_turn_is_agreed_and_else_a_spike_unless_one_
 
 @pytest.mark.tier("quick")
 @pytest.mark.parametrize("spike", [np.zeros(2, bool), jnp.zeros((1, 1), bool), [True], "yes"], ids=repr)
-def test_a_spike_that_is_not_one_value_is_refused(spike: Any) -> None:
+def test_a_spike_that_is_not_one_value_is_refused(spike):
     state = POLICY.init(jnp.zeros(()))
     with pytest.raises(InvalidTypeError, match=r"spike must be a 0-d bool, .*: .* jnp\.any\(spike\)"):
         gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, spike=spike)
@@ -133,14 +130,14 @@ def test_a_spike_that_is_not_one_value_is_refused(spike: Any) -> None:
 @pytest.mark.tier("quick")
 @pytest.mark.parametrize("skip", [None, SkipSpikes(of="loss")], ids=["", "with-spikes"])
 @pytest.mark.parametrize("field", ["scale", *later("ranks", *ScaleState._fields[1:])])
-def test_a_rank_that_has_drifted_is_found_on_every_rank(field: str, skip: SkipSpikes | None) -> None:
+def test_a_rank_that_has_drifted_is_found_on_every_rank(field: str, skip: SkipSpikes | None):
     policy = DynamicScale(init_scale=4.0, growth_interval=1)
     differentiate = gradscale_jax.value_and_grad(lambda w: w.sum(), policy, axis_name="data", skip=skip)
-    first: Any = differentiate.init(jnp.ones(2))
+    first = differentiate.init(jnp.ones(2))
 
-    def step(state: ScaleState, w: Any) -> Any:
+    def step(state: ScaleState, w):
         scaled = differentiate(state if skip is None else first._replace(scale_state=state), w)
-        after: Any = scaled.state
+        after = scaled.state
         return scaled.verdict, after if skip is None else after.scale_state, scaled.verdict.finite
 
     weights = np.ones((COUNT, 2), dtype=np.float32)
@@ -164,8 +161,8 @@ def test_a_rank_that_has_drifted_is_found_on_every_rank(field: str, skip: SkipSp
 
 
 @pytest.mark.parametrize("mapped", ["vmap", "pmap", "scan"])
-def test_stacked_verdicts_are_checked(mapped: str) -> None:
-    def verdict(tracker: Any) -> Any:
+def test_stacked_verdicts_are_checked(mapped: str):
+    def verdict(tracker):
         state = POLICY.init(jnp.zeros(()))._replace(growth_tracker=tracker)
         return gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, None if mapped == "scan" else "ranks")
 
@@ -186,11 +183,11 @@ def test_stacked_verdicts_are_checked(mapped: str) -> None:
 
 
 @pytest.mark.tier("quick")
-def test_a_verdict_says_in_words_what_happened() -> None:
+def test_a_verdict_says_in_words_what_happened():
     state = POLICY.init(jnp.zeros(()))._replace(scale=jnp.float32(2.0**24))
     traced = []
 
-    def verdict(nonfinite: Any, spike: Any) -> Any:
+    def verdict(nonfinite, spike):
         made = gradscale_jax.agree(nonfinite, state, POLICY, spike=spike)
         traced.append(str(made))
         return made
@@ -208,7 +205,7 @@ def test_a_verdict_says_in_words_what_happened() -> None:
         )
     assert any("Tracer" in text for text in traced)
 
-    def held(scale: Any) -> Any:
+    def held(scale):
         return gradscale_jax.agree(jnp.int32(0), state._replace(scale=scale), POLICY, "ranks")
 
     several = jax.vmap(held, axis_name="ranks")(jnp.asarray([2.0, 4.0]))
@@ -217,13 +214,13 @@ def test_a_verdict_says_in_words_what_happened() -> None:
     assert one == "Verdict(skipped, ranks hold different states; scale from 2.0 to 4.0)"
 
 
-def squares_over_the_mesh(policy: Any, state: Any, w: Any) -> Any:
+def squares_over_the_mesh(policy, state, w):
     return gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, axis_name="data")(state, w)
 
 
 @pytest.mark.tier("quick")
-def test_agreement_is_one_reduction_of_84_bytes() -> None:
-    def step(state: ScaleState, w: Any) -> Any:
+def test_agreement_is_one_reduction_of_84_bytes():
+    def step(state: ScaleState, w):
         # Parameters of one's own, so that shard_map has nothing to sum.
         return squares_over_the_mesh(POLICY, state, w).state
 
@@ -233,10 +230,10 @@ def test_agreement_is_one_reduction_of_84_bytes() -> None:
 
 @pytest.mark.parametrize("is_spread", [False, True], ids=["anywhere", "over the mesh"])
 @pytest.mark.parametrize("policy", [POLICY, StaticScale(4.0)], ids=["dynamic", "static"])
-def test_a_state_that_is_closed_over_serves(policy: Any, is_spread: bool) -> None:
+def test_a_state_that_is_closed_over_serves(policy, is_spread: bool):
     state = policy.init(on_mesh(jnp.zeros(COUNT), "data") if is_spread else jnp.zeros(()))
 
-    def step(w: Any) -> Any:
+    def step(w):
         return squares_over_the_mesh(policy, state, w).verdict.nonfinite
 
     mapped = jax.jit(jax.shard_map(step, mesh=mesh("data"), in_specs=P("data"), out_specs=P()))
@@ -244,7 +241,7 @@ def test_a_state_that_is_closed_over_serves(policy: Any, is_spread: bool) -> Non
     assert int(mapped(jnp.ones(COUNT).at[2].set(math.nan))) == 1
 
 
-def test_a_verdict_of_no_axis_goes_on_to_a_mesh() -> None:
+def test_a_verdict_of_no_axis_goes_on_to_a_mesh():
     """Eager agreement must not tie arrays to the first device."""
     verdict = gradscale_jax.agree(jnp.zeros((), dtype="int32"), POLICY.init(jnp.zeros(())), POLICY)
     assert not any(field.committed for field in jax.tree.leaves(verdict))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,23 +23,23 @@ HOST_OPERATIONS = re.compile(r"callback|outfeed|infeed|\bsend\(|\brecv\(", re.IG
 DATA = [1e6 if index % 3 == 2 else 0.125 for index in range(12)]
 
 
-def loss(weights: Any, x: Any) -> Any:
+def loss(weights, x):
     half = jnp.full((5, 4), x, jnp.float16) @ weights["first"].astype("float16")
     return ((half.astype("float32") @ weights["second"]) ** 2).mean()
 
 
-def step(state: Any, weights: Any, x: Any) -> tuple[Any, Any, Any]:
+def step(state, weights, x):
     scaled = gradscale_jax.value_and_grad(loss, POLICY)(state, weights, x)
     new = jax.tree.map(lambda weight, gradient: weight - 0.01 * gradient, weights, scaled.grads)
     return scaled.state, gradscale_jax.select(scaled.verdict.finite, new, weights), scaled.verdict
 
 
-def begin() -> tuple[Any, Any]:
+def begin():
     """Return a state and weights."""
     return POLICY.init(jnp.zeros(())), {"first": jnp.ones((4, 3)), "second": jnp.ones((3, 2))}
 
 
-def reaches_the_host(function: Any) -> bool:
+def reaches_the_host(function) -> bool:
     return bool(HOST_OPERATIONS.search(jax.jit(function).lower(*begin(), DATA[0]).compile().as_text()))
 
 
@@ -53,14 +52,14 @@ def counted() -> Iterator[dict[str, int]]:
     """
     found = {"compilations": 0, "traces": 0, "reads": 0}
 
-    def happened(event: str, _seconds: float, **_details: Any) -> None:
+    def happened(event: str, _seconds: float, **_details):
         found["compilations"] += event.endswith("backend_compile_duration")
         found["traces"] += event.endswith("jaxpr_trace_duration")
 
     array_type = type(jnp.zeros(()))
     value = array_type._value
 
-    def read(array: Any) -> Any:
+    def read(array):
         found["reads"] += 1
         return value.fget(array)
 
@@ -74,7 +73,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 @pytest.mark.parametrize("donated", [False, True], ids=["kept", "donated"])
-def test_a_compiled_step_reads_nothing_and_is_compiled_once(donated: bool) -> None:
+def test_a_compiled_step_reads_nothing_and_is_compiled_once(donated: bool):
     compiled = jax.jit(step, donate_argnums=(0, 1) if donated else ())
     state, weights = begin()
     data = [jnp.asarray(x) for x in DATA]
@@ -94,7 +93,7 @@ def test_a_compiled_step_reads_nothing_and_is_compiled_once(donated: bool) -> No
     assert not reaches_the_host(step)
 
 
-def test_unscaling_outside_jit_is_compiled_once_for_each_set_of_shapes() -> None:
+def test_unscaling_outside_jit_is_compiled_once_for_each_set_of_shapes():
     grads = [jnp.ones((3,)), jnp.ones((5, 7))]
     states = [DynamicScale(init_scale=scale).init(jnp.zeros(())) for scale in (2.0, 4.0, 3.0)]
     gradscale.unscale(grads, states[0])
@@ -113,18 +112,18 @@ PRODUCT = re.compile(r"= f(?:16|32)\[7\]\S* (?:multiply|divide)\(")
 WORDS = [[0x80000000, 0x3F800000, 0x00000001] + [0x7F7FFFFF] * 4, [0x7F800001, 0xFFC12345] + [0x80000000] * 5]
 
 
-def from_words(words: list[int]) -> Any:
+def from_words(words: list[int]):
     return jax.lax.bitcast_convert_type(jnp.asarray(words, jnp.uint32), jnp.float32)
 
 
-def words_of(x: Any) -> list[int]:
+def words_of(x) -> list[int]:
     return jax.lax.bitcast_convert_type(x, jnp.uint32).tolist()
 
 
-def judged(policy: Any, dtype: Any = None) -> Any:
+def judged(policy, dtype=None):
     """Return a step that differentiates a sum whose gradient is given."""
 
-    def judge(state: Any, gradient: Any) -> Any:
+    def judge(state, gradient):
         return gradscale_jax.value_and_grad(lambda w: jnp.sum(linear(w, gradient)), policy, dtype=dtype)(
             state, jnp.zeros_like(gradient)
         )
@@ -133,7 +132,7 @@ def judged(policy: Any, dtype: Any = None) -> Any:
 
 
 @jax.custom_vjp
-def linear(w: Any, _gradient: Any) -> Any:
+def linear(w, _gradient):
     return w
 
 
@@ -141,7 +140,7 @@ linear.defvjp(lambda w, gradient: (w, gradient), lambda gradient, seed: (jnp.whe
 
 
 @pytest.mark.parametrize("words", WORDS, ids=["finite", "nan"])
-def test_a_scale_of_1_leaves_every_bit_of_a_gradient(words: list[int]) -> None:
+def test_a_scale_of_1_leaves_every_bit_of_a_gradient(words: list[int]):
     gradient = from_words(words)
     scaled = judged(ONE)(ONE.init(gradient), gradient)
     assert words_of(scaled.grads) == words
@@ -156,7 +155,7 @@ def test_a_scale_of_1_leaves_every_bit_of_a_gradient(words: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [None, jnp.float16], ids=["kept", "cast"])
 @pytest.mark.parametrize("how", ["value_and_grad", "scaled"])
-def test_no_gradient_is_multiplied_in_a_compiled_step_whose_policy_keeps_a_scale_of_1(how: str, dtype: Any) -> None:
+def test_no_gradient_is_multiplied_in_a_compiled_step_whose_policy_keeps_a_scale_of_1(how: str, dtype):
     optax = require("optax")
     gradient, products = from_words(WORDS[0]), []
     for policy in (ONE, TWO):
@@ -172,7 +171,7 @@ def test_no_gradient_is_multiplied_in_a_compiled_step_whose_policy_keeps_a_scale
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_policy_that_keeps_a_scale_of_1_goes_on_with_the_state_of_another_one(compiled: bool) -> None:
+def test_a_policy_that_keeps_a_scale_of_1_goes_on_with_the_state_of_another_one(compiled: bool):
     optax = require("optax")
     tx = gradscale_jax.scaled(optax.sgd(1.0), ONE)
     update = jax.jit(tx.update) if compiled else tx.update
@@ -185,8 +184,8 @@ def test_a_policy_that_keeps_a_scale_of_1_goes_on_with_the_state_of_another_one(
     assert (float(scaled.grads), bool(scaled.verdict.taken)) == (3.0, True)
 
 
-def test_a_way_to_the_host_and_a_read_are_seen() -> None:
-    def telling(*given: Any) -> Any:
+def test_a_way_to_the_host_and_a_read_are_seen():
+    def telling(*given):
         result = step(*given)
         jax.debug.print("{}", result[2].nonfinite)
         return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ POLICY = DynamicScale(init_scale=2.0**10, growth_interval=2)
 
 
 @pytest.fixture
-def device() -> Any:
+def device():
     """Return JAX's first device that is no CPU."""
     found = jax.devices()[0]
     if found.platform == "cpu":
@@ -27,17 +26,17 @@ def device() -> Any:
     return found
 
 
-def loss(weights: Any, x: Any) -> Any:
+def loss(weights, x):
     return jnp.mean((x * weights.astype(jnp.float16)).astype(jnp.float32))
 
 
 @jax.jit
-def step(weights: Any, state: Any, x: Any) -> Any:
+def step(weights, state, x):
     _, grads, verdict, state = gradscale_jax.value_and_grad(loss, POLICY)(state, weights, x)
     return gradscale_jax.select(verdict.finite, weights - 0.5 * grads, weights), state, verdict.nonfinite
 
 
-def train(device: Any, steps: int) -> list[Any]:
+def train(device, steps: int):
     """Return the scale, the verdict and the weights after each compiled step, every third of which overflows."""
     with jax.default_device(device):
         weights = jax.device_put(jnp.arange(8, dtype=jnp.float32), device)
@@ -51,14 +50,14 @@ def train(device: Any, steps: int) -> list[Any]:
     return [(float(scale), int(nonfinite), np.asarray(weights).tolist()) for scale, nonfinite, weights in made]
 
 
-def test_the_adapter_conforms_on_the_device(device: Any) -> None:
+def test_the_adapter_conforms_on_the_device(device):
     like = jnp.zeros((), device=device)
     dtypes = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64]
     gradscale.testing.check_backend(registry.get("jax"), like, dtypes=[jnp.dtype(dtype) for dtype in dtypes])
 
 
 @pytest.mark.parametrize("scale", [2.0**-100, 0.3, 3.0, 65521.0, 65536.0, 2.0**127])
-def test_a_scale_is_divided_out_exactly_or_to_two_units_if_it_is_no_power_of_two(device: Any, scale: float) -> None:
+def test_a_scale_is_divided_out_exactly_or_to_two_units_if_it_is_no_power_of_two(device, scale: float):
     host = np.linspace(1.0, 2.0, 1001, dtype=np.float32) * np.float32(2.0**10)
     state = DynamicScale(init_scale=scale).init(jnp.zeros((), device=device))
     (made,), _ = gradscale.unscale([jnp.asarray(host, device=device)], state)
@@ -68,7 +67,7 @@ def test_a_scale_is_divided_out_exactly_or_to_two_units_if_it_is_no_power_of_two
     assert np.abs(np.asarray(made).view(np.int32) - expected.view(np.int32)).max() <= units
 
 
-def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(device: Any) -> None:
+def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(device):
     run = train(device, 12)
     assert run == train(jax.devices("cpu")[0], 12)
     assert [nonfinite > 0 for _, nonfinite, _ in run] == [False, False, True] * 4
@@ -76,7 +75,7 @@ def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(device: An
 
 @pytest.mark.parametrize("size", [1, 7, 1000, 1 << 20, (16 << 20) + 3])
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_a_bad_value_is_found_wherever_it_is(device: Any, size: int, value: str) -> None:
+def test_a_bad_value_is_found_wherever_it_is(device, size: int, value: str):
     state = DynamicScale().init(jnp.zeros((), device=device))
     judge = jax.jit(lambda x: gradscale.unscale([x], state)[1])
     clean = jnp.ones(size, device=device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,21 +26,21 @@ POLICY = DynamicScale()
 SEQUENCE = (0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0)
 
 
-def squares(parameters: Any, x: Any) -> Any:
+def squares(parameters, x):
     """Return a loss whose gradient is 2 * w * x, and nan where x is inf."""
     return jnp.sum(jnp.square(parameters["w"]) * x)
 
 
-def first(policy: Any = POLICY) -> Any:
+def first(policy=POLICY):
     return policy.init(jnp.zeros(()))
 
 
-def fields(state: Any) -> list[float]:
+def fields(state) -> list[float]:
     return [float(field) for field in state]
 
 
 @pytest.mark.tier("ranks")
-def test_eager_jit_and_scan_follow_the_policy_to_the_bit() -> None:
+def test_eager_jit_and_scan_follow_the_policy_to_the_bit():
     # Two trackers move; each rule in a compiled function is in test_traces.
     policy = DynamicScale(growth_factor=4.0, hysteresis=3, growth_interval=2, hysteresis_refill=("growth",))
     parameters = {"w": jnp.asarray([1.5, -2.0, 3.0])}
@@ -64,7 +63,7 @@ def test_eager_jit_and_scan_follow_the_policy_to_the_bit() -> None:
                 assert (scaled.grads["w"].tolist(), float(scaled.value)) == ([3.0, -4.0, 6.0], 15.25)
         assert followed == expected
 
-    def body(state: Any, x: Any) -> Any:
+    def body(state, x):
         scaled = run(state, parameters, x)
         return scaled.state, (scaled.state, scaled.verdict.finite)
 
@@ -73,7 +72,7 @@ def test_eager_jit_and_scan_follow_the_policy_to_the_bit() -> None:
     assert finite.tolist() == [overflow == 0 for overflow in SEQUENCE]
 
 
-def test_vmap_gives_each_model_a_scale_of_its_own() -> None:
+def test_vmap_gives_each_model_a_scale_of_its_own():
     policy = DynamicScale(growth_interval=1)
     run = gradscale_jax.value_and_grad(squares, policy)
     states = jax.tree.map(lambda *xs: jnp.stack(xs), *(first(policy) for _ in range(3)))
@@ -84,8 +83,8 @@ def test_vmap_gives_each_model_a_scale_of_its_own() -> None:
     assert scaled.grads["w"].tolist()[::2] == [[2.0], [6.0]]
 
 
-def test_several_arguments_auxiliary_data_and_keywords() -> None:
-    def loss(a: Any, b: Any, *, factor: Any) -> Any:
+def test_several_arguments_auxiliary_data_and_keywords():
+    def loss(a, b, *, factor):
         return factor * jnp.sum(a * b), {"seen": b + 1}
 
     run = jax.jit(gradscale_jax.value_and_grad(loss, POLICY, argnums=(0, 1), has_aux=True))
@@ -100,7 +99,7 @@ def test_several_arguments_auxiliary_data_and_keywords() -> None:
     [True, np.int64(1), {1}, (np.int64(1),), np.asarray([-1]), iter([1])],
     ids=lambda each: type(each).__name__,
 )
-def test_the_arguments_may_be_chosen_by_all_that_jax_takes(argnums: Any) -> None:
+def test_the_arguments_may_be_chosen_by_all_that_jax_takes(argnums):
     run = gradscale_jax.value_and_grad(lambda a, b: jnp.sum(a * b), POLICY, argnums)
     assert np.ravel(run(first(), jnp.asarray([2.0]), jnp.asarray([3.0])).grads).tolist() == [2.0]
     # Looked at as an argument that is differentiated by.
@@ -113,7 +112,7 @@ def test_the_arguments_may_be_chosen_by_all_that_jax_takes(argnums: Any) -> None
     ("dtype", "scale", "after"),
     [("float16", 2.0**16, 2.0**15), ("bfloat16", 2.0**100, 2.0**101), ("float32", 2.0**100, 2.0**101)],
 )
-def test_the_scale_fits_into_the_dtype_of_the_loss(dtype: str, scale: float, after: float) -> None:
+def test_the_scale_fits_into_the_dtype_of_the_loss(dtype: str, scale: float, after: float):
     policy = DynamicScale(init_scale=scale, growth_interval=1)
     run = jax.jit(gradscale_jax.value_and_grad(squares, policy))
     state, parameters = first(policy), {"w": jnp.asarray([0.5], dtype=dtype)}
@@ -127,7 +126,7 @@ def test_the_scale_fits_into_the_dtype_of_the_loss(dtype: str, scale: float, aft
 
 
 @pytest.mark.tier("ranks")
-def test_value_and_grad_in_float64() -> None:
+def test_value_and_grad_in_float64():
     with x64_mode(True):
         policy = DynamicScale(growth_interval=1)
         w = jnp.asarray([1.0 / 3.0], dtype=jnp.float64)
@@ -138,10 +137,10 @@ def test_value_and_grad_in_float64() -> None:
         assert int(run(policy.init(w), w * math.inf).verdict.nonfinite) == 1
 
 
-def test_integer_parameters_are_refused_or_passed_by() -> None:
+def test_integer_parameters_are_refused_or_passed_by():
     parameters = {"w": jnp.asarray([2.0]), "n": jnp.asarray([3])}
 
-    def loss(parameters: Any) -> Any:
+    def loss(parameters):
         return jnp.sum(parameters["w"] * parameters["n"])
 
     with pytest.raises(TypeError, match="int32"):
@@ -152,17 +151,17 @@ def test_integer_parameters_are_refused_or_passed_by() -> None:
     assert bool(scaled.verdict.finite)
 
 
-def test_any_pytree_that_jax_knows_can_be_differentiated() -> None:
+def test_any_pytree_that_jax_knows_can_be_differentiated():
     @jax.tree_util.register_pytree_node_class
     class Layer:
-        def __init__(self, w: Any, name: str) -> None:
+        def __init__(self, w, name: str):
             self.w, self.name = w, name
 
-        def tree_flatten(self) -> Any:
+        def tree_flatten(self):
             return (self.w,), self.name
 
         @classmethod
-        def tree_unflatten(cls, name: str, children: Any) -> Any:
+        def tree_unflatten(cls, name: str, children):
             return cls(*children, name)
 
     layer = Layer(jnp.asarray([2.0]), "first")
@@ -176,7 +175,7 @@ def test_any_pytree_that_jax_knows_can_be_differentiated() -> None:
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("parameters", [{}, None, {"a": None}], ids=repr)
-def test_parameters_without_leaves_are_clean(parameters: Any) -> None:
+def test_parameters_without_leaves_are_clean(parameters):
     policy = DynamicScale(growth_interval=1)
     scaled = jax.jit(gradscale_jax.value_and_grad(lambda _: jnp.float32(2.0), policy))(first(policy), parameters)
     assert scaled.grads == parameters
@@ -184,16 +183,16 @@ def test_parameters_without_leaves_are_clean(parameters: Any) -> None:
 
 
 @pytest.mark.parametrize(("check_vma", "value"), [(True, math.inf), (False, math.nan)], ids=["vma", "no-vma"])
-def test_all_devices_of_an_axis_skip_together(check_vma: bool, value: float) -> None:
-    def local_loss(parameters: Any, x: Any) -> Any:
+def test_all_devices_of_an_axis_skip_together(check_vma: bool, value: float):
+    def local_loss(parameters, x):
         return jax.lax.pmean(squares(parameters, x), "data")
 
-    def mean(grads: Any) -> Any:
+    def mean(grads):
         # With varying manual axes shard_map itself sums the gradients of what is replicated; without, each device has
         # the gradient of its own batch.
         return grads if check_vma else jax.lax.pmean(grads, "data")
 
-    def step(state: Any, parameters: Any, x: Any) -> Any:
+    def step(state, parameters, x):
         scaled = gradscale_jax.value_and_grad(local_loss, POLICY, axis_name="data", reduce=mean)(state, parameters, x)
         updated = jax.tree.map(lambda w, g: w - 0.5 * g, parameters, scaled.grads)
         return scaled, gradscale_jax.select(scaled.verdict.finite, updated, parameters)
@@ -221,14 +220,14 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(("fun", "error", "message"), LOSSES.values(), ids=LOSSES)
-def test_a_loss_that_is_none_is_refused(fun: Any, error: type[Exception], message: str) -> None:
+def test_a_loss_that_is_none_is_refused(fun, error: type[Exception], message: str):
     run = gradscale_jax.value_and_grad(fun, POLICY)
     for step in (run, jax.jit(run)):
         with pytest.raises(error, match=message):
             step(first(), jnp.ones(2))
 
 
-def test_a_pair_that_is_none_and_a_state_in_the_wrong_place_are_refused() -> None:
+def test_a_pair_that_is_none_and_a_state_in_the_wrong_place_are_refused():
     with pytest.raises(InvalidTypeError, match=r"a pair \(loss, aux\)"):
         gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY, has_aux=True)(first(), jnp.ones(2))
     with pytest.raises(InvalidTypeError, match="state must be a ScaleState"):
@@ -236,7 +235,7 @@ def test_a_pair_that_is_none_and_a_state_in_the_wrong_place_are_refused() -> Non
 
 
 @pytest.mark.parametrize("policy", [(0, 1), DynamicScale, None, 2.0**16], ids=["tuple", "class", "none", "number"])
-def test_what_is_no_policy_is_refused_at_once(policy: Any) -> None:
+def test_what_is_no_policy_is_refused_at_once(policy):
     optax = require("optax")
     state = first()
     calls = [
@@ -253,11 +252,11 @@ def test_what_is_no_policy_is_refused_at_once(policy: Any) -> None:
 # Verdicts.
 
 
-def test_a_verdict_is_no_python_bool_and_cannot_be_checked_while_it_is_traced() -> None:
+def test_a_verdict_is_no_python_bool_and_cannot_be_checked_while_it_is_traced():
     run = gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY)
     state, w = first(), jnp.ones(2)
 
-    def branch(w: Any) -> Any:
+    def branch(w):
         return w if run(state, w).verdict else -w
 
     for function in (branch, jax.jit(branch)):
@@ -268,7 +267,7 @@ def test_a_verdict_is_no_python_bool_and_cannot_be_checked_while_it_is_traced() 
     assert bool(run(state, w).verdict.finite)
 
 
-def test_a_minimum_that_must_be_raised_is_raised_on_the_host() -> None:
+def test_a_minimum_that_must_be_raised_is_raised_on_the_host():
     policy = DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
     run = jax.jit(gradscale_jax.value_and_grad(squares, policy))
     state, found = first(policy), []
@@ -285,9 +284,9 @@ def test_a_minimum_that_must_be_raised_is_raised_on_the_host() -> None:
 
 
 @pytest.mark.tier("ranks")
-def test_nan_debugging_lets_a_compiled_skip_pass() -> None:
+def test_nan_debugging_lets_a_compiled_skip_pass():
     @jax.jit
-    def step(state: ScaleState, w: Any, x: Any) -> Any:
+    def step(state: ScaleState, w, x):
         scaled = gradscale_jax.value_and_grad(lambda w: jnp.sum(w * x), POLICY)(state, w)
         return scaled.state, gradscale_jax.select(scaled.verdict.finite, w - scaled.grads, w)
 
@@ -310,7 +309,7 @@ FOREIGN = [
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 @pytest.mark.parametrize("state", FOREIGN)
 @pytest.mark.parametrize("how", ["eager", "jit", "closed-over"])
-def test_a_state_of_other_numbers_becomes_arrays_of_its_dtypes(state: Any, how: str, x64: bool) -> None:
+def test_a_state_of_other_numbers_becomes_arrays_of_its_dtypes(state, how: str, x64: bool):
     policy = DynamicScale(growth_interval=1)
     with x64_mode(x64):
         if state == "weak":
@@ -326,7 +325,7 @@ def test_a_state_of_other_numbers_becomes_arrays_of_its_dtypes(state: Any, how: 
 
 
 @pytest.mark.tier("ranks")
-def test_trees_from_a_checkpoint_are_taken() -> None:
+def test_trees_from_a_checkpoint_are_taken():
     state = first(DynamicScale(init_scale=4.0))
     for function in (gradscale_jax.unscale, jax.jit(gradscale_jax.unscale)):
         unscaled, nonfinite = function({"a": np.ones(2, np.float32), "b": jnp.ones(1)}, state)
@@ -338,10 +337,10 @@ def test_trees_from_a_checkpoint_are_taken() -> None:
 
 
 @pytest.mark.tier("ranks")
-def test_a_group_agreement_refuses_what_it_cannot_send() -> None:
+def test_a_group_agreement_refuses_what_it_cannot_send():
     state = first()
 
-    def call(group: Any, nonfinite: Any) -> None:
+    def call(group, nonfinite):
         gradscale.GroupAgreement(group, POLICY)(nonfinite, state)
 
     for wrong in (0, 1.0, jnp.zeros((1,), "int32"), jnp.zeros(())):

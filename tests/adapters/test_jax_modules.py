@@ -19,13 +19,13 @@ FIRST = POLICY.init(jnp.zeros(()))
 
 
 @pytest.fixture
-def eqx() -> Any:
+def eqx():
     """Return equinox."""
     return require("equinox")
 
 
 @pytest.fixture
-def nnx() -> Any:
+def nnx():
     """Return flax's nnx."""
     require("flax")
     from flax import nnx
@@ -33,14 +33,14 @@ def nnx() -> Any:
     return nnx
 
 
-def same(ones: Any, others: Any) -> bool:
+def same(ones, others) -> bool:
     """Tell whether two trees have one structure and equal leaves."""
     pairs = zip(jax.tree.leaves(ones), jax.tree.leaves(others), strict=True)
     return jax.tree.structure(ones) == jax.tree.structure(others) and all(bool((a == b).all()) for a, b in pairs)
 
 
 @pytest.fixture
-def equinox_model(eqx: Any) -> Any:
+def equinox_model(eqx):
     """Return a module of equinox with BatchNorm and Dropout, and its state."""
 
     class Network(eqx.Module):
@@ -49,27 +49,27 @@ def equinox_model(eqx: Any) -> Any:
         dropout: Any
         activation: Any
 
-        def __init__(self, key: Any) -> None:
+        def __init__(self, key):
             self.first = eqx.nn.Linear(4, 8, key=key)
             self.norm = eqx.nn.BatchNorm(8, "batch", mode="batch")
             self.dropout = eqx.nn.Dropout(0.5)
             self.activation = jax.nn.relu
 
-        def __call__(self, x: Any, state: Any, key: Any) -> Any:
+        def __call__(self, x, state, key):
             x, state = self.norm(self.first(x), state)
             return self.dropout(self.activation(x), key=key), state
 
     return eqx.nn.make_with_state(Network)(jax.random.key(0))
 
 
-def equinox_loss(model: Any, state: Any, x: Any, key: Any) -> Any:
+def equinox_loss(model, state, x, key):
     """Return a loss, and the state of BatchNorm."""
     run = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
     out, state = run(x, state, jax.random.split(key, len(x)))
     return jnp.mean(jnp.square(out)), state
 
 
-def test_a_module_of_equinox_goes_in_with_a_filter(eqx: Any, equinox_model: Any) -> None:
+def test_a_module_of_equinox_goes_in_with_a_filter(eqx, equinox_model):
     given = (*equinox_model, jax.random.normal(jax.random.key(1), (6, 4)), jax.random.key(2))
     differentiate = gradscale_jax.value_and_grad(equinox_loss, POLICY, has_aux=True, filter=eqx.is_inexact_array)
     run = eqx.filter_jit(differentiate)
@@ -84,7 +84,7 @@ def test_a_module_of_equinox_goes_in_with_a_filter(eqx: Any, equinox_model: Any)
     assert (bool(bad.verdict.finite), float(bad.state.scale)) == (False, 2.0**9)
 
 
-def test_a_module_of_equinox_without_a_filter_is_told_what_to_do(eqx: Any, equinox_model: Any) -> None:
+def test_a_module_of_equinox_without_a_filter_is_told_what_to_do(eqx, equinox_model):
     model, *rest = (*equinox_model, jnp.ones((6, 4)), jax.random.key(2))
     run = gradscale_jax.value_and_grad(equinox_loss, POLICY, has_aux=True)
     told = r"argument 0.* got 'batch' at \.norm\.axis_name: say filter=eqx\.is_inexact_array"
@@ -93,12 +93,12 @@ def test_a_module_of_equinox_without_a_filter_is_told_what_to_do(eqx: Any, equin
             step(FIRST, model, *rest)
 
 
-def test_a_filter_parts_each_argument_and_leaves_none_for_what_is_not_trained() -> None:
-    def loss(a: Any, b: Any, c: Any) -> Any:
+def test_a_filter_parts_each_argument_and_leaves_none_for_what_is_not_trained():
+    def loss(a, b, c):
         assert (a["name"], b[1], c) == ("a", 3, "untouched")
         return jnp.sum(a["w"] * b[0])
 
-    def is_trained(leaf: Any) -> bool:
+    def is_trained(leaf) -> bool:
         return isinstance(leaf, jax.Array)
 
     run = gradscale_jax.value_and_grad(loss, POLICY, argnums=(0, -2), filter=is_trained)
@@ -109,28 +109,28 @@ def test_a_filter_parts_each_argument_and_leaves_none_for_what_is_not_trained() 
 
 
 @pytest.fixture
-def nnx_model(nnx: Any) -> Any:
+def nnx_model(nnx):
     """Return a module of nnx with BatchNorm and Dropout."""
 
     class Network(nnx.Module):
-        def __init__(self, rngs: Any) -> None:
+        def __init__(self, rngs):
             self.first = nnx.Linear(4, 8, rngs=rngs)
             self.norm = nnx.BatchNorm(8, rngs=rngs)
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             return self.dropout(self.norm(self.first(x)))
 
     return Network(nnx.Rngs(0))
 
 
-def nnx_loss(model: Any, x: Any) -> Any:
+def nnx_loss(model, x):
     return jnp.mean(jnp.square(model(x)))
 
 
 @pytest.mark.parametrize(("compiled", "filtered"), [(False, False), (True, True)], ids=["eager", "jit and filter"])
-def test_a_module_of_nnx_that_changes_is_told_what_to_do(nnx_model: Any, compiled: bool, filtered: bool) -> None:
-    def is_floating(leaf: Any) -> bool:
+def test_a_module_of_nnx_that_changes_is_told_what_to_do(nnx_model, compiled: bool, filtered: bool):
+    def is_floating(leaf) -> bool:
         return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
     run = gradscale_jax.value_and_grad(nnx_loss, POLICY, filter=is_floating if filtered else None)
@@ -139,7 +139,7 @@ def test_a_module_of_nnx_that_changes_is_told_what_to_do(nnx_model: Any, compile
         step(FIRST, nnx_model, jnp.ones((6, 4)))
 
 
-def test_a_module_of_nnx_that_holds_parameters_alone_goes_in(nnx: Any) -> None:
+def test_a_module_of_nnx_that_holds_parameters_alone_goes_in(nnx):
     run = gradscale_jax.value_and_grad(lambda model, x: jnp.sum(model(x)), POLICY)
     scaled = run(FIRST, nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((3, 4)))
     assert scaled.grads.bias[...].tolist() == [3.0, 3.0]
@@ -148,12 +148,12 @@ def test_a_module_of_nnx_that_holds_parameters_alone_goes_in(nnx: Any) -> None:
 @pytest.mark.parametrize(
     ("leaf", "got"), [("text", "'text'"), (3, "3"), (np.zeros(2, np.int32), "int32")], ids=["text", "int", "int32"]
 )
-def test_other_leaves_are_refused_by_name_and_place(leaf: Any, got: str) -> None:
+def test_other_leaves_are_refused_by_name_and_place(leaf, got: str):
     run = gradscale_jax.value_and_grad(lambda a, b: jnp.sum(a["w"][0]) + b, POLICY)
     with pytest.raises(InvalidTypeError, match=rf"got {got} at \['w'\]\[1\].*eqx\.partition.*nnx\.split"):
         run(FIRST, {"w": [jnp.ones(2), leaf]}, 0)
 
 
-def test_a_filter_must_be_a_function() -> None:
+def test_a_filter_must_be_a_function():
     with pytest.raises(InvalidTypeError, match=r"filter must be a function of a leaf.*got True"):
         gradscale_jax.value_and_grad(lambda w: w, POLICY, filter=True)

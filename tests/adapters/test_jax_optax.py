@@ -48,7 +48,7 @@ INNER: dict[str, Any] = {
 ADAM = INNER["adam"]
 
 
-def scaled(tx: Any = ADAM, **options: Any) -> Any:
+def scaled(tx=ADAM, **options):
     return gradscale_jax.scaled(tx, POLICY, **options)
 
 
@@ -60,7 +60,7 @@ def run_inner(name: str) -> Run:
 
 @pytest.mark.parametrize("how", [*later("ranks", "jit"), *later("all", *(how for how in HOWS if how != "jit"))])
 @pytest.mark.parametrize("name", INNER)
-def test_an_overflow_leaves_the_trajectory_of_the_clean_steps(name: str, how: str) -> None:
+def test_an_overflow_leaves_the_trajectory_of_the_clean_steps(name: str, how: str):
     tx = scaled(INNER[name])
     step = scaled_step(tx)
     run = run_all_steps(step, tx, how, STEPS, BAD)
@@ -82,7 +82,7 @@ def test_an_overflow_leaves_the_trajectory_of_the_clean_steps(name: str, how: st
     np.testing.assert_array_equal(run.states.verdict.nonfinite, [int(step in BAD) for step in range(STEPS)])
 
 
-def test_a_transformation_that_sees_overflows_fails_the_comparison() -> None:
+def test_a_transformation_that_sees_overflows_fails_the_comparison():
     step = plain_step(ADAM)
     run = run_all_steps(step, ADAM, "jit", STEPS, BAD)
     alone = run_clean_steps(step, ADAM, "jit", STEPS, BAD)
@@ -93,7 +93,7 @@ def test_a_transformation_that_sees_overflows_fails_the_comparison() -> None:
 
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("kind", ["NumPy", "number"])
-def test_updates_that_are_no_arrays_of_jax_are_not_applied_in_a_skipped_step(kind: str, how: str) -> None:
+def test_updates_that_are_no_arrays_of_jax_are_not_applied_in_a_skipped_step(kind: str, how: str):
     update = {"NumPy": np.asarray([-0.1, 0.1], np.float32), "number": -0.1}[kind]
     tx = scaled(optax.stateless(lambda updates, _: jax.tree.map(lambda _: update, updates)))
     run = jax.jit(tx.update) if how == "jit" else tx.update
@@ -104,21 +104,21 @@ def test_updates_that_are_no_arrays_of_jax_are_not_applied_in_a_skipped_step(kin
         assert int(state.skipped) == int(not np.isfinite(value))
 
 
-def test_an_update_that_is_no_number_is_refused() -> None:
+def test_an_update_that_is_no_number_is_refused():
     tx = scaled(optax.stateless(lambda updates, _: jax.tree.map(lambda _: "0.1", updates)))
     with pytest.raises(gradscale.InvalidTypeError, match="an update of tx cannot be read, got TypeError"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_skipped_step_changes_no_bit_of_a_parameter(how: str) -> None:
+def test_a_skipped_step_changes_no_bit_of_a_parameter(how: str):
     tx = scaled()
     run = run_all_steps(scaled_step(tx), tx, how, 1, frozenset({0}))
     assert_same_bits(run.params, {name: np.asarray(leaf)[None] for name, leaf in first_params().items()})
 
 
 @pytest.mark.tier("ranks")
-def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation() -> None:
+def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation():
     # Adam's epsilon is 0 in float16, and a gradient of 2**-26 too.
     tx = scaled(optax.inject_hyperparams(optax.adam)(0.5), dtype=np.float32)
     params = {"weight": first_params(np.float16)["weight"]}
@@ -133,7 +133,7 @@ def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation() -
     assert drive(scaled_step(own), params, own.init(params), grads, "jit").updates["weight"].dtype == np.float16
 
 
-def test_state_in_which_an_epsilon_is_zero_is_refused_unless_a_dtype_is_given() -> None:
+def test_state_in_which_an_epsilon_is_zero_is_refused_unless_a_dtype_is_given():
     refused = pytest.raises(
         gradscale.InvalidTypeError, match=r"got float\d.* in tx.init\(params\)\[0\].mu\['w'\].*dtype=jnp.float32\)"
     )
@@ -161,7 +161,7 @@ HALF_MU = optax.adam(0.125, mu_dtype="float16")
 @pytest.mark.parametrize(
     ("tx", "narrow"), [(optax.sgd(0.125), "w"), (FROZEN, "base"), (HALF_MU, None)], ids=["sgd", "frozen", "half mu"]
 )
-def test_parameters_that_are_narrow_train_where_the_state_is_not(tx: Any, narrow: str | None, dtype: str) -> None:
+def test_parameters_that_are_narrow_train_where_the_state_is_not(tx, narrow: str | None, dtype: str):
     tx = scaled(tx)
     params = {name: jnp.ones(2, dtype if name == narrow else "float32") for name in ("w", "base")}
     grads = {name: (1024.0 * jnp.asarray([1.0, 0.0])).astype(leaf.dtype) for name, leaf in params.items()}
@@ -171,14 +171,14 @@ def test_parameters_that_are_narrow_train_where_the_state_is_not(tx: Any, narrow
     assert updates["base"].dtype == params["base"].dtype
 
 
-def test_a_state_that_is_wide_takes_gradients_that_are_narrow() -> None:
+def test_a_state_that_is_wide_takes_gradients_that_are_narrow():
     tx, params = scaled(), {"w": jnp.ones(2)}
     updates, _ = jax.jit(tx.update)({"w": jnp.asarray([1024.0, 0.0], jnp.float16)}, tx.init(params), params)
     np.testing.assert_allclose(updates["w"], [-0.1, 0.0], rtol=1e-3)
 
 
 @pytest.mark.tier("ranks")
-def test_double_precision_stays_so_in_x64_mode() -> None:
+def test_double_precision_stays_so_in_x64_mode():
     tx = scaled(optax.sgd(0.1, momentum=0.9))
     with x64_mode(True):
         # Differentiated as they are: the helper's loss is float32.
@@ -195,7 +195,7 @@ def test_double_precision_stays_so_in_x64_mode() -> None:
 PLACES = ["anywhere", "device", "replicated", "sharded"]
 
 
-def placed(where: str) -> dict[str, Any]:
+def placed(where: str):
     """Return the first parameters somewhere."""
     params = first_params()
     if where == "sharded":
@@ -210,7 +210,7 @@ def placed(where: str) -> dict[str, Any]:
 )
 def test_the_state_is_made_beside_the_parameters_keeps_its_types_and_is_compiled_for_at_most_twice(
     name: str, where: str
-) -> None:
+):
     tx, params = scaled(INNER[name]), placed(where)
     step, state = jax.jit(scaled_step(tx)), tx.init(params)
     one = params["bias"].sharding
@@ -219,7 +219,7 @@ def test_the_state_is_made_beside_the_parameters_keeps_its_types_and_is_compiled
         assert leaf.devices() == one.device_set
         assert leaf.is_fully_replicated
 
-    def types(tree: Any) -> Any:
+    def types(tree):
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)), tree)
 
     first = types(state)
@@ -234,7 +234,7 @@ def test_the_state_is_made_beside_the_parameters_keeps_its_types_and_is_compiled
     assert sizes[1] <= 2
 
 
-def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without_a_place() -> None:
+def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without_a_place():
     tx = scaled(optax.sgd(0.5))
     free = {"anywhere": jnp.ones(2)}
     made = tx.init({**free, "chosen": jax.device_put(jnp.ones(2), jax.devices()[2])})
@@ -244,7 +244,7 @@ def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without
     assert [(leaf.shape, leaf.dtype) for leaf in shapes] == [(leaf.shape, leaf.dtype) for leaf in made.scale_state]
 
 
-def test_the_count_of_skipped_steps_stays_at_the_largest_int32() -> None:
+def test_the_count_of_skipped_steps_stays_at_the_largest_int32():
     tx, params = scaled(), {"weight": jnp.ones(2)}
     state = tx.init(params)._replace(skipped=jnp.asarray(2**31 - 2, jnp.int32))
     for _ in range(3):
@@ -253,8 +253,8 @@ def test_the_count_of_skipped_steps_stays_at_the_largest_int32() -> None:
 
 
 @pytest.mark.parametrize("around", ["transformation", "MultiSteps", "none"])
-def test_extra_arguments_reach_the_inner_transformation_that_takes_them(around: str) -> None:
-    def update(updates: Any, state: Any, params: Any = None, *, factor: Any, **_: Any) -> Any:
+def test_extra_arguments_reach_the_inner_transformation_that_takes_them(around: str):
+    def update(updates, state, params=None, *, factor, **_):
         assert params is not None
         return jax.tree.map(lambda leaf: leaf * factor, updates), state
 
@@ -266,7 +266,7 @@ def test_extra_arguments_reach_the_inner_transformation_that_takes_them(around: 
 
 
 @pytest.mark.parametrize("params", [{}, None, {"weight": None}], ids=["dict", "None", "leaf-None"])
-def test_trees_without_arrays_are_clean_steps(params: Any) -> None:
+def test_trees_without_arrays_are_clean_steps(params):
     tx = scaled()
     updates, state = tx.update(params, tx.init(params))
     assert updates == params
@@ -274,7 +274,7 @@ def test_trees_without_arrays_are_clean_steps(params: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [1024.0, np.inf], ids=["clean", "overflow"])
-def test_gradients_of_integers_pass_by_an_inner_mask(value: float) -> None:
+def test_gradients_of_integers_pass_by_an_inner_mask(value: float):
     tx = scaled(optax.masked(optax.sgd(1.0), {"weight": True, "ids": False}))
     params = {"weight": jnp.ones(2), "ids": jnp.arange(3)}
     grads = {"weight": jnp.full(2, value), "ids": np.zeros(3, jax.dtypes.float0)}

@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 POLICY = gradscale.DynamicScale(init_scale=1024.0)
 
 
-def scaled(tx: Any, **arguments: Any) -> Any:
+def scaled(tx, **arguments):
     return gradscale_jax.scaled(tx, POLICY, **arguments)
 
 
-def scale_of(state: Any) -> float:
+def scale_of(state) -> float:
     return float(gradscale_jax.scale_state(state).scale)
 
 
@@ -31,7 +31,7 @@ SGD = optax.sgd(1.0)
 ONE = scaled(SGD)
 
 
-def test_accumulation_outside_keeps_an_overflow_for_good() -> None:
+def test_accumulation_outside_keeps_an_overflow_for_good():
     # optax empties its accumulator by a multiplication by 0.
     tx, params, after = optax.MultiSteps(ONE, 2), {"weight": jnp.zeros(())}, []
     state, update = tx.init(params), jax.jit(tx.update)
@@ -47,7 +47,7 @@ MASKED = {"a": True, "b": False}
 BY_NAME = {"a": "x", "b": "y"}
 
 
-def test_masks_and_partitions_outside_are_refused_also_of_a_restored_state() -> None:
+def test_masks_and_partitions_outside_are_refused_also_of_a_restored_state():
     for tx in (optax.masked(ONE, MASKED), optax.partition({"x": ONE, "y": SGD}, BY_NAME)):
         with pytest.raises(gradscale.InvalidValueError, match=r"still scaled.*scaled\(optax.masked"):
             tx.init(PARAMS)
@@ -61,7 +61,7 @@ def test_masks_and_partitions_outside_are_refused_also_of_a_restored_state() -> 
     [ONE, optax.chain(optax.identity(), ONE), optax.MultiSteps(ONE, 2)],
     ids=["scaled", "chain", "MultiSteps"],
 )
-def test_one_in_another_is_refused(inner: Any) -> None:
+def test_one_in_another_is_refused(inner):
     with pytest.raises(gradscale.InvalidValueError, match="twice"):
         scaled(inner).init(PARAMS)
 
@@ -76,7 +76,7 @@ NESTS = {
 
 
 @pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-def test_the_scale_state_is_found_in_any_nesting(nest: Any) -> None:
+def test_the_scale_state_is_found_in_any_nesting(nest):
     state = nest(ONE.init(PARAMS)) if nest is optax.MaskedState else nest.init(PARAMS)
     found = gradscale_jax.scale_state(state)
     assert isinstance(found, gradscale.ScaleState)
@@ -88,7 +88,7 @@ def test_the_scale_state_is_found_in_any_nesting(nest: Any) -> None:
         assert gradscale_jax.scale_state(described) == jax.tree.map(part, found)
 
 
-def test_no_state_and_several_states_are_errors_that_name_the_number() -> None:
+def test_no_state_and_several_states_are_errors_that_name_the_number():
     one = ONE.init(PARAMS)
     for read in (gradscale_jax.scale_state, gradscale_jax.verdict_of):
         for wrong, got in (
@@ -102,12 +102,12 @@ def test_no_state_and_several_states_are_errors_that_name_the_number() -> None:
 
 
 @pytest.mark.parametrize("tx", [None, "adam", 0.1, POLICY], ids=["None", "name", "rate", "policy"])
-def test_something_else_than_a_transformation_is_refused(tx: Any) -> None:
+def test_something_else_than_a_transformation_is_refused(tx):
     with pytest.raises(gradscale.InvalidTypeError, match=r"tx must be an optax.GradientTransformation.*got"):
         scaled(tx)
 
 
-def test_a_dtype_or_state_or_gradient_that_does_not_fit_is_refused() -> None:
+def test_a_dtype_or_state_or_gradient_that_does_not_fit_is_refused():
     params = {"a": jnp.ones((), jnp.bfloat16)}
     tx = scaled(optax.adam(1.0))
     with pytest.raises(gradscale.InvalidValueError, match="dtype must be a real floating dtype"):
@@ -122,19 +122,19 @@ def test_a_dtype_or_state_or_gradient_that_does_not_fit_is_refused() -> None:
         scaled(SGD, axis_name="data").update(params, tx.init(params), params)
 
 
-def test_the_variables_of_nnx_are_taken_off() -> None:
+def test_the_variables_of_nnx_are_taken_off():
     require("flax")
     from flax import nnx
 
     class Model(nnx.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             self.weight = nnx.Param(jnp.ones(2))
 
     model = Model()
     optimizer = nnx.Optimizer(model, scaled(optax.sgd(0.5)), wrt=nnx.Param)
 
     @nnx.jit
-    def step(model: Any, optimizer: Any, factor: Any) -> None:
+    def step(model, optimizer, factor):
         state = gradscale_jax.scale_state(optimizer.opt_state)
         grads = nnx.grad(lambda model: gradscale_jax.scale(jnp.sum(model.weight[...]) * factor, state))(model)
         optimizer.update(model, grads)
@@ -148,7 +148,7 @@ def test_the_variables_of_nnx_are_taken_off() -> None:
         assert bool(gradscale_jax.verdict_of(optimizer.opt_state).finite) == np.isfinite(factor)
 
 
-def test_the_parameters_in_the_state_can_be_told_from_the_rest() -> None:
+def test_the_parameters_in_the_state_can_be_told_from_the_rest():
     tx = scaled(optax.adam(0.5))
     state = tx.init({"weight": jnp.ones(2)})
     marked = optax.tree_map_params(tx, lambda _: "sharded", state, transform_non_params=lambda _: "replicated")
@@ -156,7 +156,7 @@ def test_the_parameters_in_the_state_can_be_told_from_the_rest() -> None:
     assert set(marked.scale_state) == set(marked.verdict[:-1]) == {marked.skipped} == {"replicated"}
 
 
-def names_of_states(module: Any, seen: set[Any]) -> Iterator[str]:
+def names_of_states(module, seen: set[Any]) -> Iterator[str]:
     """Yield the names of the states that are public in optax, and of their fields."""
     seen.add(module)
     for value in (getattr(module, name) for name in dir(module) if not name.startswith("_")):
@@ -174,7 +174,7 @@ ATTRIBUTES = ("scale_state", "inner_state", "verdict", "skipped", "windows")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["overflows", "loss", "norm", "both"])
-def test_values_are_found_and_set_by_name_as_without_scaling(rule: Any) -> None:
+def test_values_are_found_and_set_by_name_as_without_scaling(rule):
     tree, bare = optax.tree_utils, optax.chain(optax.masked(optax.adam(0.1), MASKED), optax.contrib.reduce_on_plateau())
     own, state = bare.init(PARAMS), scaled(bare, skip=rule).init(PARAMS)
     for name in (
@@ -196,7 +196,7 @@ def test_values_are_found_and_set_by_name_as_without_scaling(rule: Any) -> None:
         tree.tree_set(state, growth_tracker=jnp.int32(7))
 
 
-def test_a_state_is_replaced_by_the_names_of_its_attributes() -> None:
+def test_a_state_is_replaced_by_the_names_of_its_attributes():
     tx, grads = scaled(SGD, skip=RULES[-1]), {"a": jnp.ones(()), "b": jnp.ones(())}
     first = tx.init(PARAMS)
     _, later = tx.update({**grads, "a": jnp.asarray(jnp.inf)}, tx.update(grads, first, value=1.0)[1], value=1.0)
@@ -210,7 +210,7 @@ def test_a_state_is_replaced_by_the_names_of_its_attributes() -> None:
 
 @pytest.mark.parametrize("rule", [RULES[0], RULES[-1]], ids=["overflows", "both"])
 @pytest.mark.parametrize("other", [None, jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data"), 0])
-def test_a_state_keeps_and_shows_what_stands_in_place_of_arrays(other: Any, rule: Any) -> None:
+def test_a_state_keeps_and_shows_what_stands_in_place_of_arrays(other, rule):
     state = scaled(SGD, skip=rule).init(PARAMS)
     for names in (*((name,) for name in ATTRIBUTES), ATTRIBUTES):
         changed = state._replace(**dict.fromkeys(names, other))
@@ -222,7 +222,7 @@ def test_a_state_keeps_and_shows_what_stands_in_place_of_arrays(other: Any, rule
     assert repr(everywhere) == f"ScaledOptimizerState({', '.join(f'{name}={other!r}' for name in ATTRIBUTES)})"
 
 
-def test_a_sharding_in_place_of_a_field_is_that_of_all_its_arrays() -> None:
+def test_a_sharding_in_place_of_a_field_is_that_of_all_its_arrays():
     mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for rule in RULES:
@@ -234,7 +234,7 @@ def test_a_sharding_in_place_of_a_field_is_that_of_all_its_arrays() -> None:
         assert str(placed.windows) == str(state.windows)
 
 
-def test_windows_that_no_rule_has_named_are_kept_and_refused() -> None:
+def test_windows_that_no_rule_has_named_are_kept_and_refused():
     windows = scaled(SGD, skip=RULES[-1]).init(PARAMS).windows
     state = scaled(SGD).init(PARAMS)._replace(windows=windows)
     assert str(state.windows) == str(windows)
@@ -247,7 +247,7 @@ def test_windows_that_no_rule_has_named_are_kept_and_refused() -> None:
     assert restored.windows is None
 
 
-def test_the_constructor_takes_the_names_of_the_stored_fields() -> None:
+def test_the_constructor_takes_the_names_of_the_stored_fields():
     state = scaled(SGD, skip=RULES[-1]).init(PARAMS)
     fields = {f"gradscale_{name}": getattr(state, f"gradscale_{name}") for name in ATTRIBUTES}
     assert repr(gradscale_jax.ScaledOptimizerState(**fields)) == repr(state)

@@ -6,7 +6,6 @@ import contextlib
 import io
 import pickle
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,16 +25,16 @@ POLICY = DynamicScale(init_scale=2.0**8, growth_interval=2)
 GOOD, SPIKE, BAD = 2.0, 9.0, float("nan")
 
 
-def one_beside(x: Any) -> Any:
+def one_beside(x):
     """Return the weight, each rank's own: shard_map sums the gradients of one that all have in common."""
     return jnp.ones_like(x, shape=())
 
 
-def with_optax(policy: Any, **options: Any) -> tuple[Any, Any]:
+def with_optax(policy, **options):
     """Return a first state, and a step of ``scaled``: (verdict, state) of a state and an input."""
     tx = gradscale_jax.scaled(optax.set_to_zero(), policy, **options)
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         grads = jax.grad(lambda w: gradscale_jax.scale(jnp.mean(w * x), gradscale_jax.scale_state(state)))(
             one_beside(x)
         )
@@ -45,11 +44,11 @@ def with_optax(policy: Any, **options: Any) -> tuple[Any, Any]:
     return tx.init(jnp.ones(())), step
 
 
-def without_optax(policy: Any, **options: Any) -> tuple[Any, Any]:
+def without_optax(policy, **options):
     """Return the same of ``value_and_grad``."""
     differentiate = gradscale_jax.value_and_grad(lambda w, x: jnp.mean(w * x), policy, **options)
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         scaled = differentiate(state, one_beside(x), x)
         return scaled.verdict, scaled.state
 
@@ -59,7 +58,7 @@ def without_optax(policy: Any, **options: Any) -> tuple[Any, Any]:
 BOTH = pytest.mark.parametrize("loop", [with_optax, without_optax], ids=["scaled", "value_and_grad"])
 
 
-def run(state: Any, step: Any, inputs: Any, policy: Any = POLICY, params: Any = None) -> list[Any]:
+def run(state, step, inputs, policy=POLICY, params=None):
     """Take a step of each input, and check each verdict; return what each step left."""
     left = []
     for x in inputs:
@@ -69,12 +68,12 @@ def run(state: Any, step: Any, inputs: Any, policy: Any = POLICY, params: Any = 
     return left
 
 
-def leaves_of(state: Any) -> list[Any]:
+def leaves_of(state):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
 
 
 @BOTH
-def test_steps_are_counted_by_what_they_were_skipped_for(loop: Any) -> None:
+def test_steps_are_counted_by_what_they_were_skipped_for(loop):
     state, step = loop(POLICY, skip=RULE, warn_after=50)
     step = jax.jit(step)
     inputs = [GOOD, BAD, SPIKE, SPIKE, GOOD, BAD]
@@ -86,11 +85,11 @@ def test_steps_are_counted_by_what_they_were_skipped_for(loop: Any) -> None:
 
 
 @BOTH
-def test_a_scan_counts_as_single_steps_do_and_the_longest_row_of_it_counts(loop: Any) -> None:
+def test_a_scan_counts_as_single_steps_do_and_the_longest_row_of_it_counts(loop):
     state, step = loop(POLICY, give_up_after=3)
     inputs = [GOOD, BAD, BAD, GOOD, BAD, BAD, BAD, GOOD]
 
-    def carried(state: Any, x: Any) -> Any:
+    def carried(state, x):
         verdict, state = step(state, x)
         return state, verdict
 
@@ -102,7 +101,7 @@ def test_a_scan_counts_as_single_steps_do_and_the_longest_row_of_it_counts(loop:
 
 
 @BOTH
-def test_a_run_ends_after_exactly_so_many_and_goes_on_from_what_was_saved(loop: Any) -> None:
+def test_a_run_ends_after_exactly_so_many_and_goes_on_from_what_was_saved(loop):
     state, step = loop(POLICY, skip=RULE, give_up_after=20)
     step = jax.jit(step)
     left = run(state, step, [GOOD, *[BAD] * 19, GOOD, *[BAD] * 10, *[SPIKE] * 9])
@@ -124,11 +123,11 @@ def test_a_run_ends_after_exactly_so_many_and_goes_on_from_what_was_saved(loop: 
 @BOTH
 @pytest.mark.parametrize("bad", range(RANKS))
 @pytest.mark.parametrize("value", [BAD, SPIKE], ids=["overflow", "spike"])
-def test_all_ranks_give_up_in_the_same_step_whichever_is_bad(loop: Any, bad: int, value: float) -> None:
+def test_all_ranks_give_up_in_the_same_step_whichever_is_bad(loop, bad: int, value: float):
     # Each rank judges its own loss, and holds a state of its own.
     state, one = loop(POLICY, skip=RULE, give_up_after=20, axis_name="data")
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         return jax.tree.map(lambda leaf: leaf[None], one(jax.tree.map(lambda leaf: leaf[0], state), x))
 
     spread = P("data")
@@ -151,7 +150,7 @@ def test_all_ranks_give_up_in_the_same_step_whichever_is_bad(loop: Any, bad: int
     assert verdict.counts()["taken"] == [2] * RANKS
 
 
-def warned(call: Any) -> list[str]:
+def warned(call) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -161,7 +160,7 @@ def warned(call: Any) -> list[str]:
 
 
 @BOTH
-def test_a_warning_says_that_the_weights_hold_nan_and_only_what_it_can_see(loop: Any) -> None:
+def test_a_warning_says_that_the_weights_hold_nan_and_only_what_it_can_see(loop):
     policy = StaticScale(1.0)
     state, step = loop(policy, warn_after=4)
     step, params = jax.jit(step), {"head": [jnp.ones(2), jnp.asarray([1.0, jnp.nan])], "step": jnp.int32(1), "f": len}
@@ -182,7 +181,7 @@ def test_a_warning_says_that_the_weights_hold_nan_and_only_what_it_can_see(loop:
 
 
 @BOTH
-def test_healthy_runs_and_scales_that_still_fall_hear_nothing(loop: Any) -> None:
+def test_healthy_runs_and_scales_that_still_fall_hear_nothing(loop):
     policy = DynamicScale(init_scale=2.0**100, growth_interval=1)
     state, step = loop(policy, warn_after=2, give_up_after=60)
     step = jax.jit(step)
@@ -193,7 +192,7 @@ def test_healthy_runs_and_scales_that_still_fall_hear_nothing(loop: Any) -> None
 
 
 @BOTH
-def test_nothing_is_counted_unless_it_is_asked_for(loop: Any) -> None:
+def test_nothing_is_counted_unless_it_is_asked_for(loop):
     programs, states = [], []
     for options in ({}, {"give_up_after": 20}):
         state, step = loop(POLICY, **options)
@@ -212,7 +211,7 @@ def test_nothing_is_counted_unless_it_is_asked_for(loop: Any) -> None:
             loop(POLICY, **{name: value})
 
 
-def test_a_state_of_scaled_has_the_fields_that_it_had_before_steps_were_counted() -> None:
+def test_a_state_of_scaled_has_the_fields_that_it_had_before_steps_were_counted():
     tx = gradscale_jax.scaled(optax.sgd(0.1), POLICY)
     for state in (tx.init(jnp.ones(2)), tx.update(jnp.ones(2), tx.init(jnp.ones(2)))[1]):
         stored = tuple(state)
@@ -223,7 +222,7 @@ def test_a_state_of_scaled_has_the_fields_that_it_had_before_steps_were_counted(
     assert jax.tree.structure(counting._replace(verdict=counting.verdict)) == jax.tree.structure(counting)
 
 
-def test_a_loop_without_optax_skips_the_spikes_that_optax_skips() -> None:
+def test_a_loop_without_optax_skips_the_spikes_that_optax_skips():
     rule = SkipSpikes(window=4)
     losses = [2.0, 2.5, 2.0, 2.25, 50.0, 2.0, BAD, 2.5, 90.0, 2.0]
     runs = [
@@ -240,23 +239,23 @@ def test_a_loop_without_optax_skips_the_spikes_that_optax_skips() -> None:
 # The loop on the page.
 
 
-def batches(count: int, seed: int = 0) -> list[Any]:
+def batches(count: int, seed: int = 0):
     generator = np.random.default_rng(seed)
     inputs = generator.normal(size=(count, 8, 4)).astype(np.float32)
     return [(x, x @ np.float32([1, -2, 3, -4])) for x in inputs]
 
 
-def page() -> dict[str, Any]:
+def page():
     with contextlib.redirect_stdout(io.StringIO()):
         return run_on(JAX_PAGE, "bfloat16", batches=batches(30), more_batches=batches(200, 1))
 
 
 @pytest.fixture(scope="module", name="names")
-def _names() -> dict[str, Any]:
+def _names():
     return page()
 
 
-def test_the_page_trains_and_resumes_as_if_it_had_not_stopped(names: Any) -> None:
+def test_the_page_trains_and_resumes_as_if_it_had_not_stopped(names):
     assert np.abs(np.asarray(names["params"]["w"]) - [1, -2, 3, -4]).max() < 0.1
     first = jax.device_put({"w": jnp.zeros(4)}, names["whole"])
     straight = names["train"](first, names["tx"].init(first), batches(30) + batches(200, 1), log_every=1000)
@@ -266,7 +265,7 @@ def test_the_page_trains_and_resumes_as_if_it_had_not_stopped(names: Any) -> Non
 
 @pytest.mark.parametrize("device", range(2))
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e4], ids=["nan", "inf", "spike"])
-def test_a_bad_batch_on_either_device_leaves_no_trace_in_the_weights(names: Any, device: int, value: float) -> None:
+def test_a_bad_batch_on_either_device_leaves_no_trace_in_the_weights(names, device: int, value: float):
     bad = batches(1, 2)[0]
     bad[0][4 * device, 1] = value
     first = jax.device_put({"w": jnp.zeros(4)}, names["whole"])
@@ -280,11 +279,11 @@ def test_a_bad_batch_on_either_device_leaves_no_trace_in_the_weights(names: Any,
     assert_same_bits(*ends)
 
 
-def test_the_page_gives_up_after_exactly_20_with_the_state_of_before(names: Any) -> None:
+def test_the_page_gives_up_after_exactly_20_with_the_state_of_before(names):
     first = jax.device_put({"w": jnp.full(4, jnp.nan)}, names["whole"])
     seen = []
 
-    def given() -> Any:
+    def given():
         for batch in batches(40):
             seen.append(batch)
             yield batch

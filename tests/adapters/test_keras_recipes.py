@@ -18,7 +18,7 @@ OVERFLOWS = [1, 3, 8]  # of 8 batches
 pytestmark = pytest.mark.tier("all")
 
 
-def told(backend: str, *arguments: str) -> dict[str, Any]:
+def told(backend: str, *arguments: str):
     """Run what there is for a backend in a process of its own, and return what it tells."""
     require(backend)
     # Not imported here, where it would settle on a backend.
@@ -36,7 +36,7 @@ BACKENDS = [pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_keras_skips_as_by_its_own_optimizer(backend: str, tmp_path: Path) -> None:
+def test_keras_skips_as_by_its_own_optimizer(backend: str, tmp_path: Path):
     answer = told(backend, "recipe", json.dumps(OVERFLOWS), str(tmp_path))
     assert answer["recipe"] == answer["own"] == answer["moved"]
     assert answer["recipe"]["iterations"] == 5
@@ -50,7 +50,7 @@ def test_keras_skips_as_by_its_own_optimizer(backend: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_class_for_keras_follows_any_policy_outside_of_fit_and_refuses_what_it_cannot_use(backend: str) -> None:
+def test_the_class_for_keras_follows_any_policy_outside_of_fit_and_refuses_what_it_cannot_use(backend: str):
     answer = told(backend, "calls")
     assert answer["example"]["failed"] == 0 < answer["example"]["attempted"]
     # The first overflow is tolerated, and the second one is not.
@@ -76,7 +76,7 @@ def test_the_class_for_keras_follows_any_policy_outside_of_fit_and_refuses_what_
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_that_keras_saves_without_the_model_keep_the_scale(backend: str, tmp_path: Path) -> None:
+def test_weights_that_keras_saves_without_the_model_keep_the_scale(backend: str, tmp_path: Path):
     answer = told(backend, "weights", str(tmp_path))
     assert answer["scale"] == answer["loaded"] == answer["restored"] == [2.0**14, 5]
     if backend == "torch":
@@ -87,7 +87,7 @@ def test_weights_that_keras_saves_without_the_model_keep_the_scale(backend: str,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_keras_on_another_backend_is_an_error_that_says_how_to_choose_it(backend: str) -> None:
+def test_keras_on_another_backend_is_an_error_that_says_how_to_choose_it(backend: str):
     require(backend)
     if importlib.util.find_spec("keras") is None:
         require("keras")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
 
 import pytest
 from axes import require
@@ -14,7 +13,7 @@ from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueEr
 from gradscale.core.arithmetic import fingerprint
 from gradscale.testing import check_backend, check_library
 
-mx: Any = require("mlx")
+mx = require("mlx")
 import gradscale_mlx  # noqa: E402
 
 pytestmark = pytest.mark.mlx
@@ -26,10 +25,10 @@ POLICY = DynamicScale(init_scale=1024.0, growth_interval=2)
 class Descent:
     """Weights and their gradient, stepped lazily."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.weights, self.grads, self.steps = mx.ones(3), None, 0
 
-    def step(self) -> None:
+    def step(self):
         self.weights = self.weights - 0.25 * self.grads
         self.steps += 1
 
@@ -39,10 +38,10 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count whatever makes MLX evaluate an array."""
     counted: Counter[str] = Counter()
 
-    def counting(owner: Any, name: str) -> None:
+    def counting(owner, name: str):
         original = getattr(owner, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             counted[name] += 1
             return original(*args, **kwargs)
 
@@ -58,18 +57,18 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_adapter_gives_the_bits_of_the_pure_core(dtype: str) -> None:
+def test_the_adapter_gives_the_bits_of_the_pure_core(dtype: str):
     check_backend(gradscale_mlx.backend, mx.zeros(1), dtypes=[getattr(mx, dtype)])
 
 
-def test_mlx_needs_no_adapter_for_the_pure_functions() -> None:
+def test_mlx_needs_no_adapter_for_the_pure_functions():
     check_library(mx.zeros(1))
     assert isinstance(gradscale.registry.backend_for(mx.zeros(1)), gradscale_mlx.MlxBackend)
     assert not hasattr(mx.array, "device")
 
 
 @pytest.mark.xfail(raises=AttributeError, reason="array_api_compat has nothing for MLX's arrays, which have no device")
-def test_array_api_compat_knows_where_an_array_of_mlx_is() -> None:
+def test_array_api_compat_knows_where_an_array_of_mlx_is():
     # When this passes, gradscale.core.devices can go, and array_api_compat's own device() and constructors be used.
     import array_api_compat
 
@@ -77,7 +76,7 @@ def test_array_api_compat_knows_where_an_array_of_mlx_is() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES[:3], "float64"])
-def test_bits_tell_subnormals_infinities_and_nan_apart(dtype: str) -> None:
+def test_bits_tell_subnormals_infinities_and_nan_apart(dtype: str):
     tiny = 2.0**-15 if dtype == "float16" else 2.0**-127
     x = mx.array([1.0, tiny, math.nan, math.inf, -0.0], getattr(mx, dtype))
     ((size, inf, nan, zeros, subnormals, largest),) = gradscale_mlx.backend.read_summaries([x])[0]
@@ -86,7 +85,7 @@ def test_bits_tell_subnormals_infinities_and_nan_apart(dtype: str) -> None:
     assert gradscale_mlx.backend.bits(mx.array([1 + 2j])) is None
 
 
-def test_an_iteration_evaluates_once(evaluations: Counter[str]) -> None:
+def test_an_iteration_evaluates_once(evaluations: Counter[str]):
     assert bool(mx.array(True))
     assert evaluations == {"__bool__": 1}
     scaler, descent = GradScaler(init_scale=1024.0, skip=SkipSpikes(window=8)), Descent()
@@ -104,8 +103,8 @@ def test_an_iteration_evaluates_once(evaluations: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_the_pure_functions_under_compile_give_the_bits_they_give_outside(bad: float) -> None:
-    def step(weights: Any, state: Any, factor: Any) -> Any:
+def test_the_pure_functions_under_compile_give_the_bits_they_give_outside(bad: float):
+    def step(weights, state, factor):
         grads = mx.grad(lambda w: gradscale.scale((w * w * factor).sum(), state))(weights)
         grads, nonfinite = gradscale.unscale(grads, state)
         moved = {"w": weights - 0.3 * grads}
@@ -124,8 +123,8 @@ def test_the_pure_functions_under_compile_give_the_bits_they_give_outside(bad: f
     assert gradscale_mlx.backend.read(state.scale[None].astype(mx.int32)) == [2048]
 
 
-def test_a_scaler_in_a_function_that_mlx_transforms_says_what_to_call() -> None:
-    def step(weights: Any) -> Any:
+def test_a_scaler_in_a_function_that_mlx_transforms_says_what_to_call():
+    def step(weights):
         scaler, descent = GradScaler(), Descent()
         descent.grads = mx.grad(lambda w: scaler.scale((w * w).sum()))(weights)
         scaler.step(descent)
@@ -135,7 +134,7 @@ def test_a_scaler_in_a_function_that_mlx_transforms_says_what_to_call() -> None:
             transform(step)(mx.ones((2, 3)))
 
 
-def test_a_scale_that_was_compiled_in_is_warned_of_in_the_next_iteration() -> None:
+def test_a_scale_that_was_compiled_in_is_warned_of_in_the_next_iteration():
     scaler, descent = GradScaler(), Descent()
     compiled = mx.compile(mx.grad(lambda w: scaler.scale((w * w).sum())))
     descent.grads = compiled(descent.weights)
@@ -146,7 +145,7 @@ def test_a_scale_that_was_compiled_in_is_warned_of_in_the_next_iteration() -> No
         scaler.step(descent)
 
 
-def test_master_gradients_and_dtypes_that_are_none_are_told_apart() -> None:
+def test_master_gradients_and_dtypes_that_are_none_are_told_apart():
     scaler, descent = GradScaler(init_scale=4.0), Descent()
     descent.master_dtype = mx.float32  # type: ignore[attr-defined]
     scaler.scale(mx.array(1.0))
@@ -160,7 +159,7 @@ def test_master_gradients_and_dtypes_that_are_none_are_told_apart() -> None:
         scaler.unscale_(descent)
 
 
-def test_a_state_that_was_saved_goes_on() -> None:
+def test_a_state_that_was_saved_goes_on():
     scaler = GradScaler(init_scale=8.0)
     scaler.scale(mx.array(1.0))
     other = GradScaler()

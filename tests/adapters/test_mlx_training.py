@@ -12,7 +12,7 @@ from axes import require
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, StaticScale
 
-mx: Any = require("mlx")
+mx = require("mlx")
 import mlx.nn as nn  # noqa: E402
 import mlx.optimizers as optim  # noqa: E402
 from mlx.utils import tree_flatten, tree_map  # noqa: E402
@@ -27,18 +27,18 @@ STEPS, BAD = 12, (4, 7)
 class LoRALinear(nn.Module):
     """A frozen linear layer, and two small matrices that learn beside it."""
 
-    def __init__(self, linear: Any, rank: int = 2) -> None:
+    def __init__(self, linear, rank: int = 2):
         super().__init__()
         self.linear = linear
         outputs, inputs = linear.weight.shape
         self.lora_a = mx.random.normal((inputs, rank)) / math.sqrt(inputs)
         self.lora_b = mx.zeros((rank, outputs))
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return self.linear(x) + x @ self.lora_a @ self.lora_b
 
 
-def made_model(dtype: Any) -> Any:
+def made_model(dtype):
     """Return a small model of which only the LoRA matrices are trained."""
     mx.random.seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.relu, nn.Linear(16, 4))
@@ -50,7 +50,7 @@ def made_model(dtype: Any) -> Any:
     return model
 
 
-def batches(dtype: Any, bad: float | None) -> list[tuple[Any, Any]]:
+def batches(dtype, bad: float | None):
     """Return the batches, of which two hold a bad number, or are left out."""
     mx.random.seed(1)
     made = [(mx.random.normal((6, 8)).astype(dtype), mx.random.normal((6, 4)).astype(dtype)) for _ in range(STEPS)]
@@ -70,24 +70,24 @@ OPTIMIZERS = {
 }
 
 
-def everything(model: Any, optimizer: Any) -> dict[str, Any]:
+def everything(model, optimizer):
     """Return the weights and the optimizer's state as Python's numbers."""
     mx.eval(model.state, optimizer.state)
     kept = {"model": model.parameters(), "optimizer": optimizer.state}
     return {name: (str(x.dtype), x.astype(mx.float32).tolist()) for name, x in tree_flatten(kept)}
 
 
-def loss_of(model: Any, x: Any, y: Any) -> Any:
+def loss_of(model, x, y):
     return mx.mean(mx.square(model(x) - y))
 
 
-def scalers_loop(dtype: Any, optimizer: Any, given: list[tuple[Any, Any]], **settings: Any) -> tuple[Any, list[bool]]:
+def scalers_loop(dtype, optimizer, given: list[tuple[Any, Any]], **settings):
     """Train with a GradScaler, and return what came of it, and which steps were skipped."""
     model, scaler = made_model(dtype), GradScaler(**settings)
     trained = gradscale_mlx.ModelAndOptimizer(model, optimizer)
     skipped = []
 
-    def scaled_loss(x: Any, y: Any) -> Any:
+    def scaled_loss(x, y):
         return scaler.scale(loss_of(model, x, y))
 
     differentiate = nn.value_and_grad(model, scaled_loss)
@@ -100,15 +100,13 @@ def scalers_loop(dtype: Any, optimizer: Any, given: list[tuple[Any, Any]], **set
     return everything(model, optimizer), skipped
 
 
-def pure_loop(
-    dtype: Any, optimizer: Any, given: list[tuple[Any, Any]], policy: Any, is_compiled: bool
-) -> dict[str, Any]:
+def pure_loop(dtype, optimizer, given: list[tuple[Any, Any]], policy, is_compiled: bool):
     """Train by the pure functions and ``step_if``, and return what came of it."""
     model = made_model(dtype)
     trained = gradscale_mlx.ModelAndOptimizer(model, optimizer)
     captured = [model.state, optimizer.state]
 
-    def step(state: Any, x: Any, y: Any) -> Any:
+    def step(state, x, y):
         grads = nn.value_and_grad(model, lambda x, y: gradscale.scale(loss_of(model, x, y), state))(x, y)[1]
         grads, nonfinite = gradscale.unscale(grads, state)
         trained.step_if(nonfinite == 0, grads)
@@ -125,7 +123,7 @@ def pure_loop(
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_bad_batch_in_bfloat16_leaves_the_weights_of_a_run_without_it(name: str, bad: float) -> None:
+def test_a_bad_batch_in_bfloat16_leaves_the_weights_of_a_run_without_it(name: str, bad: float):
     settings: dict[str, Any] = {"policy": StaticScale(1.0)}
     ended, skipped = scalers_loop(mx.bfloat16, OPTIMIZERS[name](), batches(mx.bfloat16, bad), **settings)
     without, _ = scalers_loop(mx.bfloat16, OPTIMIZERS[name](), batches(mx.bfloat16, None), **settings)
@@ -140,7 +138,7 @@ def test_a_bad_batch_in_bfloat16_leaves_the_weights_of_a_run_without_it(name: st
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_pure_loop_and_the_compiled_one_skip_what_the_scaler_skips(name: str) -> None:
+def test_the_pure_loop_and_the_compiled_one_skip_what_the_scaler_skips(name: str):
     given, policy = batches(mx.float32, math.nan), DynamicScale(init_scale=1024.0, growth_interval=3)
     ended, _ = scalers_loop(mx.float32, OPTIMIZERS[name](), given, policy=policy)
     assert pure_loop(mx.float32, OPTIMIZERS[name](), given, policy, False) == ended
@@ -149,7 +147,7 @@ def test_the_pure_loop_and_the_compiled_one_skip_what_the_scaler_skips(name: str
     assert compiled == without
 
 
-def test_a_skipped_step_touches_neither_the_model_nor_the_optimizer() -> None:
+def test_a_skipped_step_touches_neither_the_model_nor_the_optimizer():
     model, optimizer = made_model(mx.float32), optim.Adam(optim.cosine_decay(0.05, 5))
     trained = gradscale_mlx.ModelAndOptimizer(model, optimizer)
     grads = tree_map(mx.ones_like, model.trainable_parameters())
@@ -162,7 +160,7 @@ def test_a_skipped_step_touches_neither_the_model_nor_the_optimizer() -> None:
     assert {key for key in before if before[key] != after[key]} >= {"optimizer.step", "optimizer.learning_rate"}
 
 
-def test_an_optimizer_of_mlx_alone_is_no_optimizer_of_a_scaler() -> None:
+def test_an_optimizer_of_mlx_alone_is_no_optimizer_of_a_scaler():
     scaler = GradScaler()
     scaler.scale(mx.array(1.0))
     with pytest.raises(InvalidTypeError, match=r"an optimizer must have .*got .*SGD"):

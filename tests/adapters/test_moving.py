@@ -18,13 +18,13 @@ SYSTEMS = ("torch_amp", "apex", "deepspeed", "megatron", "flax", "jmp", "keras")
 OVERFLOWS = (1, 3, 8)  # of 8 batches
 
 
-def ran(system: str, block: str, **given: Any) -> dict[str, Any]:
+def ran(system: str, block: str, **given):
     """Run a page's block with these names, and return all names that there are then."""
     return run_on(INTEROP / f"{system}.md", block, **given)
 
 
 @pytest.mark.tier("quick")
-def test_each_page_has_the_lines_before_and_after_and_what_loads_a_state() -> None:
+def test_each_page_has_the_lines_before_and_after_and_what_loads_a_state():
     assert {path.stem for path in INTEROP.glob("*.md")} == set(SYSTEMS)
     for system in SYSTEMS:
         after = {"after_torch", "after_jax"} if system == "keras" else {"after"}
@@ -37,7 +37,7 @@ def test_each_page_has_the_lines_before_and_after_and_what_loads_a_state() -> No
         assert name in presets.names()
 
 
-def torch_names() -> dict[str, Any]:
+def torch_names():
     """Return what the pages for torch take for granted; some batches overflow."""
     require("torch")
     names: dict[str, Any] = importlib.import_module("recipe_scenarios").granted(OVERFLOWS)
@@ -45,7 +45,7 @@ def torch_names() -> dict[str, Any]:
 
 
 @pytest.mark.torch
-def test_from_torch_amp_every_bit_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_torch_amp_every_bit_stays(capsys: pytest.CaptureFixture[str]):
     before, after = (ran("torch_amp", block, **torch_names()) for block in ("before", "after"))
     for theirs, ours in zip(before["model"].parameters(), after["model"].parameters(), strict=True):
         assert theirs.equal(ours)
@@ -57,7 +57,7 @@ def test_from_torch_amp_every_bit_stays(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.torch
-def test_from_apex_it_skips_and_goes_on_with_a_saved_state(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_apex_it_skips_and_goes_on_with_a_saved_state(capsys: pytest.CaptureFixture[str]):
     scaler = ran("apex", "after", **torch_names())["scaler"]
     assert [report.iteration for report in scaler.history if report.skipped] == list(OVERFLOWS)
     assert scaler.get_scale() == 2.0**13
@@ -77,7 +77,7 @@ BATCH = Batch("moving_scenarios", cases)
 @pytest.mark.torch
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("system", ["deepspeed", "megatron"])
-def test_from_a_system_of_several_ranks_both_skip(system: str, bad_rank: int) -> None:
+def test_from_a_system_of_several_ranks_both_skip(system: str, bad_rank: int):
     answers = BATCH.answer(2, system, OVERFLOWS, bad_rank)
     assert answers[0] == answers[1]
     answer = answers[0]
@@ -87,7 +87,7 @@ def test_from_a_system_of_several_ranks_both_skip(system: str, bad_rank: int) ->
     assert answer["loaded"] == [512.0, 5, 1]
 
 
-def jax_names() -> dict[str, Any]:
+def jax_names():
     """Return what the pages for JAX take for granted; some batches overflow."""
     jnp, optax = require("jax").numpy, require("optax")
     # By powers of two, since compilers may add before they round a product.
@@ -107,9 +107,7 @@ def jax_names() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("system", "kept", "scale"), [("flax", "dynamic_scale", 2.0**13), ("jmp", "loss_scale", 2.0**12)]
 )
-def test_from_a_scaler_of_jax_every_bit_stays(
-    system: str, kept: str, scale: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_a_scaler_of_jax_every_bit_stays(system: str, kept: str, scale: float, capsys: pytest.CaptureFixture[str]):
     jax = require("jax")
     require(system)
     before, after = (ran(system, block, **jax_names()) for block in ("before", "after"))
@@ -131,7 +129,7 @@ def test_from_a_scaler_of_jax_every_bit_stays(
 
 
 @pytest.mark.jax
-def test_the_step_of_flaxs_train_state_counts_the_steps_that_were_made() -> None:
+def test_the_step_of_flaxs_train_state_counts_the_steps_that_were_made():
     require("jax")
     require("flax")
     plain, given = ran("flax", "after", **jax_names()), jax_names()

@@ -31,12 +31,12 @@ def state_of(scale: float = 8.0) -> ScaleState:
     return DynamicScale(init_scale=scale).init(np.zeros(()))
 
 
-def overwrite(backend: NumpyBackend, grads: list[Any]) -> Any:
+def overwrite(backend: NumpyBackend, grads: list[Any]):
     """Unscale in place."""
     return backend.unscale(grads, state_of(), out=grads)
 
 
-def same(got: Any, expected: Any, dtype: Any) -> None:
+def same(got, expected, dtype):
     """Assert dtype, shape and values, NaN equal to NaN."""
     assert got.dtype == dtype, got.dtype
     wide, wanted = np.asarray(got).astype(np.float64), np.asarray(expected, dtype=np.float64)
@@ -44,7 +44,7 @@ def same(got: Any, expected: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_otherwise_new_plain_arrays_come_back(backend: NumpyBackend, dtype: np.dtype[Any]) -> None:
+def test_otherwise_new_plain_arrays_come_back(backend: NumpyBackend, dtype: np.dtype[Any]):
     grads = [np.array([8.0, -16.0], dtype), np.array(24.0, dtype), np.array([], dtype)]
     for grad in grads:
         grad.flags.writeable = False
@@ -60,7 +60,7 @@ def test_otherwise_new_plain_arrays_come_back(backend: NumpyBackend, dtype: np.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_arrays_to_write_to_may_be_of_another_dtype_and_layout(backend: NumpyBackend, dtype: np.dtype[Any]) -> None:
+def test_arrays_to_write_to_may_be_of_another_dtype_and_layout(backend: NumpyBackend, dtype: np.dtype[Any]):
     grads = [np.array([8.0, -16.0], dtype), np.array([[24.0], [8.0]], dtype), np.array(32.0, dtype)]
     wide = np.full((2, 4), 7.0, np.float32)
     out: list[Any] = [wide[0, ::2], wide[:, 1:2], np.float64(0.0)]
@@ -74,7 +74,7 @@ def test_arrays_to_write_to_may_be_of_another_dtype_and_layout(backend: NumpyBac
     same(grads[0], [8.0, -16.0], dtype)
 
 
-def test_an_array_to_write_to_is_refused_like_a_gradient(backend: NumpyBackend) -> None:
+def test_an_array_to_write_to_is_refused_like_a_gradient(backend: NumpyBackend):
     for name, (make, _) in REFUSED.items():
         if name != "complex":
             target = make()
@@ -88,7 +88,7 @@ def test_an_array_to_write_to_is_refused_like_a_gradient(backend: NumpyBackend) 
 # Layouts and kinds of arrays.
 
 
-def test_what_lies_between_the_elements_of_a_view_is_left_alone(backend: NumpyBackend) -> None:
+def test_what_lies_between_the_elements_of_a_view_is_left_alone(backend: NumpyBackend):
     whole = np.full((6, 6), 8.0, np.float32)
     whole[1::2] = np.nan
     expected = whole.copy()
@@ -98,7 +98,7 @@ def test_what_lies_between_the_elements_of_a_view_is_left_alone(backend: NumpyBa
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.longdouble, np.complex64, ml_dtypes.bfloat16])
-def test_scalars_come_back_as_0d_arrays(backend: NumpyBackend, kind: Any) -> None:
+def test_scalars_come_back_as_0d_arrays(backend: NumpyBackend, kind):
     for in_place in (False, True):
         grads = [kind(8.0), np.full(1, np.nan, kind)]
         got, count = backend.unscale(grads, state_of(), out=grads if in_place else None)
@@ -110,14 +110,14 @@ def test_scalars_come_back_as_0d_arrays(backend: NumpyBackend, kind: Any) -> Non
 class Mine(np.ndarray[Any, Any]):
     """A subclass whose arithmetic is not to be used."""
 
-    def __array_finalize__(self, obj: Any) -> None:
+    def __array_finalize__(self, obj):
         self.note = getattr(obj, "note", "none")
 
-    def __array_ufunc__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, *args, **kwargs):
         raise AssertionError
 
 
-def test_subclasses_are_overwritten_and_come_back_as_they_are(backend: NumpyBackend) -> None:
+def test_subclasses_are_overwritten_and_come_back_as_they_are(backend: NumpyBackend):
     mine = np.full(3, 8.0, np.float32).view(Mine)
     mine.note = "kept"
     matrix = np.full((2, 2), 8.0, np.float16).view(np.matrix)
@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[], Array], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_overwritten_is_refused_and_nothing_is_modified(backend: NumpyBackend, name: str) -> None:
+def test_what_cannot_be_overwritten_is_refused_and_nothing_is_modified(backend: NumpyBackend, name: str):
     make, message = REFUSED[name]
     first, last = np.full(2, 8.0, np.float32), np.full(2, 8.0, np.float32)
     wrong = make()
@@ -175,7 +175,7 @@ def test_what_cannot_be_overwritten_is_refused_and_nothing_is_modified(backend: 
     assert int(count) == 0
 
 
-def test_an_empty_array_overlaps_nothing_and_is_refused_where_it_is_read_only(backend: NumpyBackend) -> None:
+def test_an_empty_array_overlaps_nothing_and_is_refused_where_it_is_read_only(backend: NumpyBackend):
     empty = as_strided(np.ones(3, np.float32), (4, 0), (0, 0))
     assert overwrite(backend, [empty])[0][0] is empty
     with pytest.raises(InvalidValueError, match="read-only"):
@@ -185,7 +185,7 @@ def test_an_empty_array_overlaps_nothing_and_is_refused_where_it_is_read_only(ba
 # Its other methods, and which kernel it takes.
 
 
-def test_arrays_of_any_strides_are_multiplied_in_place(backend: NumpyBackend) -> None:
+def test_arrays_of_any_strides_are_multiplied_in_place(backend: NumpyBackend):
     whole = np.full((40, 2), 8.0, np.float32)
     arrays = [*whole[:, 0].reshape(40, 1), whole[::2, 1], np.full((2, 3), 8.0, np.float32).T]
     assert backend.multiply_in_place(arrays, np.float32(0.5)) is arrays
@@ -193,7 +193,7 @@ def test_arrays_of_any_strides_are_multiplied_in_place(backend: NumpyBackend) ->
     assert (arrays[-1] == 4.0).all()
 
 
-def test_a_backend_can_be_pickled(backend: NumpyBackend) -> None:
+def test_a_backend_can_be_pickled(backend: NumpyBackend):
     backend.unscale([np.ones(1, np.float32)], state_of())
     copied = pickle.loads(pickle.dumps(backend))
     assert copied._fast == backend._fast
@@ -201,7 +201,7 @@ def test_a_backend_can_be_pickled(backend: NumpyBackend) -> None:
 
 
 @pytest.mark.parametrize(("value", "expected"), [("0", "gradscale_numpy.kernels"), ("1", "gradscale_numpy.fast")])
-def test_the_environment_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch, value: str, expected: str) -> None:
+def test_the_environment_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch, value: str, expected: str):
     require("fast")
     monkeypatch.setenv("GRADSCALE_NUMPY_FAST", value)
     assert NumpyBackend()._unscale_all.__module__ == expected
@@ -215,7 +215,7 @@ def test_the_environment_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch, val
     ],
     ids=["without numba", "where it compiles nothing"],
 )
-def test_the_kernels_of_numpy_serve(before: str, fast: tuple[bool | None, ...]) -> None:
+def test_the_kernels_of_numpy_serve(before: str, fast: tuple[bool | None, ...]):
     if True in fast:
         require("fast")
     code = f"""
@@ -236,13 +236,13 @@ for fast in {fast}:
 class Unit(np.ndarray[Any, Any]):
     """An array whose products are of another unit, a thousand times as large."""
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, ufunc, method: str, *inputs, **options):
         plain = [np.asarray(x) for x in inputs]
         return getattr(ufunc, method)(*plain, **options) * np.float32(1000.0)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "1-d"])
-def test_a_loss_of_another_class_is_multiplied_as_it_says(backend: NumpyBackend, shape: tuple[int, ...]) -> None:
+def test_a_loss_of_another_class_is_multiplied_as_it_says(backend: NumpyBackend, shape: tuple[int, ...]):
     state = ScaleState(4.0, 0, 0, 0)
     (scaled,) = backend.scale([np.full(shape, 2.0, np.float32).view(Unit)], state)
     assert (type(scaled), scaled.dtype, scaled.tolist()) == (np.ndarray, np.float32, np.full(shape, 8000.0).tolist())

@@ -53,14 +53,14 @@ def module(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch: pytest.MonkeyPatch):
     """Shrink the blocks, so that arrays of a few thousand elements have several of them and a tail."""
     monkeypatch.setattr(kernels, "_BLOCK", BLOCK)
     monkeypatch.setattr(kernels, "_ROW", ROW)
     monkeypatch.setattr(kernels, "SMALL", 32)
 
 
-def check_all(module: ModuleType, sources: list[Array], outs: list[Array], inverse: float) -> None:
+def check_all(module: ModuleType, sources: list[Array], outs: list[Array], inverse: float):
     """Unscale arrays at once and require the oracle's answer for each."""
     expected = [oracle(source, out.dtype, inverse) for source, out in zip(sources, outs, strict=True)]
     before = [source.copy() for source in sources]
@@ -71,7 +71,7 @@ def check_all(module: ModuleType, sources: list[Array], outs: list[Array], inver
             assert_same(source, old)
 
 
-def check(module: ModuleType, source: Array, out: Array, inverse: float) -> None:
+def check(module: ModuleType, source: Array, out: Array, inverse: float):
     """Unscale one pair and require the oracle's answer."""
     check_all(module, [source], [out], inverse)
 
@@ -86,7 +86,7 @@ def test_oracle(
     out_type: np.dtype[Any],
     layout: Callable[[Array], Array],
     shape: tuple[int, int],
-) -> None:
+):
     """Every pair of types and layout gives the oracle's bits, in place and out of place."""
     values = random_array(source_type, shape, seed=1)
     for inverse in (2.0**-16, 1 / 3):
@@ -104,7 +104,7 @@ def test_oracle(
 @pytest.mark.usefixtures("small_blocks")
 def test_a_scale_of_1_multiplies_nothing_and_leaves_every_bit(
     monkeypatch: pytest.MonkeyPatch, dtype: np.dtype[Any], size: int, fast: bool
-) -> None:
+):
     if fast:
         require("fast")
     nan = np.resize(np.asarray([np.nan, -0.0, 1.0, np.inf, 0.0, 3.0]).astype(dtype), size)
@@ -114,7 +114,7 @@ def test_a_scale_of_1_multiplies_nothing_and_leaves_every_bit(
     clean = np.asfortranarray(np.resize(np.asarray([-0.0, 1.0, 1e-7]).astype(dtype), (size, 2)))
     before = nan.tobytes(), clean.tobytes(), clean.T.copy().tobytes()
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_, **__):
         raise AssertionError("nothing is to be multiplied")
 
     optimizer = Tree([nan, clean, clean.T.copy()])
@@ -135,7 +135,7 @@ def test_a_scale_of_1_multiplies_nothing_and_leaves_every_bit(
     ids=lambda dtype: dtype.name,
 )
 @pytest.mark.usefixtures("small_blocks")
-def test_every_position(module: ModuleType, source_type: np.dtype[Any], out_type: np.dtype[Any], bad: float) -> None:
+def test_every_position(module: ModuleType, source_type: np.dtype[Any], out_type: np.dtype[Any], bad: float):
     """A bad value is seen wherever it stands, and every other element is still unscaled."""
     source = np.ones(LARGE, source_type)
     out = np.empty(LARGE, out_type)
@@ -155,7 +155,7 @@ def test_every_position(module: ModuleType, source_type: np.dtype[Any], out_type
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("size", [0, 1, 10, 2**13, 2**18 - 1, 2**18, 2**18 + 1, 2**19 + 2**13 + 3], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE], ids=str)
-def test_real_block_sizes(module: ModuleType, dtype: np.dtype[Any], size: int) -> None:
+def test_real_block_sizes(module: ModuleType, dtype: np.dtype[Any], size: int):
     """Sizes around the real blocks give the oracle's answer with a bad first, last or no element."""
     for bad in (None, 0, size - 1):
         if size or bad is None:
@@ -170,7 +170,7 @@ def test_real_block_sizes(module: ModuleType, dtype: np.dtype[Any], size: int) -
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("inverse", INVERSES, ids=str)
 @pytest.mark.parametrize(("dtype", "other"), [(HALF, BFLOAT), (BFLOAT, HALF)], ids=lambda dtype: dtype.name)
-def test_every_half(module: ModuleType, dtype: np.dtype[Any], other: np.dtype[Any], inverse: float) -> None:
+def test_every_half(module: ModuleType, dtype: np.dtype[Any], other: np.dtype[Any], inverse: float):
     """All 65536 bit patterns give the oracle's answer, together and each on its own verdict."""
     patterns = np.arange(65536, dtype=np.uint16).view(dtype)
     finite = patterns[isfinite(patterns)]
@@ -188,7 +188,7 @@ def test_every_half(module: ModuleType, dtype: np.dtype[Any], other: np.dtype[An
 
 
 @pytest.mark.filterwarnings("error")
-def test_no_warning(module: ModuleType) -> None:
+def test_no_warning(module: ModuleType):
     """Overflow, underflow and NaNs are silent, and the caller's error state is left as it was."""
     values = [np.inf, -np.inf, np.nan, 60000, 1e-7, 0]
     with np.errstate(all="raise"):
@@ -201,7 +201,7 @@ def test_no_warning(module: ModuleType) -> None:
         assert np.geterr() == state
 
 
-def test_read_only_source(module: ModuleType) -> None:
+def test_read_only_source(module: ModuleType):
     """A source may be read-only."""
     for dtype in (HALF, BFLOAT, SINGLE):
         values = random_array(dtype, (3000,), seed=3)
@@ -209,7 +209,7 @@ def test_read_only_source(module: ModuleType) -> None:
         check(module, values, np.empty(values.shape, dtype), 1 / 3)
 
 
-def test_lengths_differ(module: ModuleType) -> None:
+def test_lengths_differ(module: ModuleType):
     """Every source has an out."""
     assert module.unscale_all([], [], np.float32(1)) == 0
     with pytest.raises(ValueError, match="argument 2 is shorter"):
@@ -219,7 +219,7 @@ def test_lengths_differ(module: ModuleType) -> None:
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE, np.dtype(np.complex64)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory(module: ModuleType, dtype: np.dtype[Any], layout: Callable[[Array], Array]) -> None:
+def test_memory(module: ModuleType, dtype: np.dtype[Any], layout: Callable[[Array], Array]):
     """Work in place takes a small part of the arrays' memory, which is not gathered."""
     array = layout(np.ones((1024, 4096), dtype))
     module.unscale_all([array[:40]], [array[:40]], np.float32(1))
@@ -244,7 +244,7 @@ NATIVE = [pair for pair in PAIRS if pair[0].isnative and pair[0].char not in "gG
 @pytest.mark.usefixtures("small_blocks")
 @settings(max_examples=examples(40))
 @given(data=st.data())
-def test_any_bits(module: ModuleType, source_type: np.dtype[Any], out_type: np.dtype[Any], data: st.DataObject) -> None:
+def test_any_bits(module: ModuleType, source_type: np.dtype[Any], out_type: np.dtype[Any], data: st.DataObject):
     """Arrays of any bits with any factor give the oracle's answer, each alone and all at once."""
     sources = data.draw(st.lists(bit_patterns(source_type, SIZES), min_size=1, max_size=4))
     any_inverse = st.floats(0, width=32, exclude_min=True, allow_infinity=False)
@@ -256,7 +256,7 @@ def test_any_bits(module: ModuleType, source_type: np.dtype[Any], out_type: np.d
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_arrays_of_any_types_at_once_are_what_they_are_one_by_one(module: ModuleType, data: st.DataObject) -> None:
+def test_arrays_of_any_types_at_once_are_what_they_are_one_by_one(module: ModuleType, data: st.DataObject):
     # Compiled loops and arrays of float32 that are overwritten have ways of their own, for up to so many in one call.
     types = st.sampled_from(data.draw(st.sampled_from([[(SINGLE, SINGLE)], NATIVE])))
     shapes = st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 1, 4), (33, 40)])
@@ -270,7 +270,7 @@ def test_arrays_of_any_types_at_once_are_what_they_are_one_by_one(module: Module
     check_all(module, sources, data.draw(st.sampled_from([outs, sources])), data.draw(st.sampled_from(INVERSES)))
 
 
-def test_singles_at_once_are_judged_in_each_block(module: ModuleType, small_blocks: None) -> None:  # noqa: ARG001
+def test_singles_at_once_are_judged_in_each_block(module: ModuleType, small_blocks: None):  # noqa: ARG001
     for bad in range(0, 40, 13):
         arrays = [np.full(30, 3, SINGLE) for _ in range(40)]
         arrays[bad][-1] = np.nan

@@ -21,7 +21,7 @@ SIZE = 12
 VIEWS = st.builds(slice, st.integers(0, SIZE), st.integers(0, SIZE), st.sampled_from([1, 1, 2, 3, -1, -2]))
 
 
-def require_refused(backend: NumpyBackend, grads: list[Array], out: list[Array]) -> None:
+def require_refused(backend: NumpyBackend, grads: list[Array], out: list[Array]):
     before = [grad.copy() for grad in (*grads, *out)]
     with pytest.raises(
         InvalidValueError, match=r"gradients? \d and (\d|the array that it is written to).* share memory"
@@ -34,7 +34,7 @@ def require_refused(backend: NumpyBackend, grads: list[Array], out: list[Array])
 @given(st.lists(st.tuples(VIEWS, st.none() | st.none() | st.integers(0, SIZE)), max_size=4))
 def test_views_of_one_buffer_are_refused_where_they_share_an_element(
     backend: NumpyBackend, pairs: list[tuple[slice, int | None]]
-) -> None:
+):
     """Each is unscaled in place, or into a master that begins somewhere."""
     room = np.full(2 * SIZE, 8.0, np.float32)
     read = [range(SIZE)[view] for view, _ in pairs]
@@ -52,7 +52,7 @@ def test_views_of_one_buffer_are_refused_where_they_share_an_element(
 
 
 @pytest.mark.parametrize("shape", [(6000,), (300, 300)], ids=str)
-def test_large_views_are_refused_and_their_parts_are_not(backend: NumpyBackend, shape: tuple[int, ...]) -> None:
+def test_large_views_are_refused_and_their_parts_are_not(backend: NumpyBackend, shape: tuple[int, ...]):
     whole = np.full(shape, 8.0, np.float32)
     for grads in ([whole, whole.T], [whole, np.ones(3, np.float32), whole[shape[0] // 2 :]], [whole, whole]):
         require_refused(backend, grads, grads)

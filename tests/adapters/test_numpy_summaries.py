@@ -31,16 +31,16 @@ def backend() -> NumpyBackend:
     return NumpyBackend()
 
 
-def summaries(backend: Any, *arrays: Any) -> Any:
+def summaries(backend, *arrays):
     return backend.read_summaries(arrays)[0]
 
 
-def native(array: Any) -> Any:
+def native(array):
     return array.astype(array.dtype.newbyteorder("="))
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.name + "-swapped" * (not dtype.isnative))
-def test_the_numbers_are_those_of_the_pure_form(backend: NumpyBackend, dtype: np.dtype[Any]) -> None:
+def test_the_numbers_are_those_of_the_pure_form(backend: NumpyBackend, dtype: np.dtype[Any]):
     if dtype.name == "longdouble" or (dtype.itemsize > 8 and dtype.kind == "f"):
         array = np.array([0, -0.0, np.inf, np.nan, 1.5, np.finfo(dtype).smallest_subnormal], dtype)
         assert summaries(backend, array) == summaries(Backend(), array)
@@ -49,7 +49,7 @@ def test_the_numbers_are_those_of_the_pure_form(backend: NumpyBackend, dtype: np
 
     @settings(max_examples=examples(40))
     @given(bit_patterns(dtype.newbyteorder("="), (0, 1, 12, 24)), st.sampled_from(LAYOUTS))
-    def check(drawn: Any, layout: Any) -> None:
+    def check(drawn, layout):
         swapped = drawn if dtype.isnative else drawn.astype(dtype)
         array = layout(swapped.reshape(2, -1)) if drawn.size > 1 else swapped
         assert summaries(backend, array) == summaries(Backend(), native(array))
@@ -57,7 +57,7 @@ def test_the_numbers_are_those_of_the_pure_form(backend: NumpyBackend, dtype: np
     check()
 
 
-def test_arrays_of_several_blocks_are_counted_whole(backend: NumpyBackend) -> None:
+def test_arrays_of_several_blocks_are_counted_whole(backend: NumpyBackend):
     for dtype in (np.float16, np.float32, np.complex64):
         x = np.ones((3, 50_000), dtype)
         x[0, 0], x[1, 5], x[2, -1], x[2, :9] = np.nan, np.inf, -7, 0
@@ -66,7 +66,7 @@ def test_arrays_of_several_blocks_are_counted_whole(backend: NumpyBackend) -> No
             assert summaries(backend, given_array) == expected
 
 
-def test_whole_blocks_of_nan_and_scalars(backend: NumpyBackend) -> None:
+def test_whole_blocks_of_nan_and_scalars(backend: NumpyBackend):
     bad = np.full(100_000, np.nan, np.float32)
     assert summaries(backend, bad, np.float32(2), np.zeros((2, 0))) == [
         Summary(100_000, 0, 100_000, 0, 0, 0.0),

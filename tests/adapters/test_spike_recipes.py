@@ -20,8 +20,8 @@ README = Path(__file__).parents[2] / "README.md"
 BATCHES, SPIKE = 72, 70
 
 
-def test_the_readmes_loop_skips_a_spike() -> None:
-    scenarios: Any = importlib.import_module("spike_recipe_scenarios")
+def test_the_readmes_loop_skips_a_spike():
+    scenarios = importlib.import_module("spike_recipe_scenarios")
     model = scenarios.made_model()
     given: dict[str, Any] = {
         "gradscale": gradscale,
@@ -38,7 +38,7 @@ def test_the_readmes_loop_skips_a_spike() -> None:
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("name", ["guard_ddp", "guard_fsdp2", "torchtitan"])
-def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str, bad_rank: int) -> None:
+def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str, bad_rank: int):
     if name == "torchtitan":
         require("torchtitan")
     case = (name, (SPIKE,), bad_rank)
@@ -56,7 +56,7 @@ def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str, bad
 
 
 @pytest.mark.parametrize("name", ["guard_ddp", "guard_fsdp2"])
-def test_a_run_without_spikes_makes_every_step(name: str) -> None:
+def test_a_run_without_spikes_makes_every_step(name: str):
     case = (name, (), 0)
     for answer in Batch("spike_recipe_scenarios", lambda _: [case]).answer(2, *case):
         assert (answer["skipped"], answer["steps"]) == ([], {float(BATCHES)})

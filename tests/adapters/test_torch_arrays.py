@@ -20,7 +20,7 @@ from gradscale_torch.gradients import values_of
 pytestmark = pytest.mark.torch
 
 
-def refuse(*_: Any) -> None:
+def refuse(*_):
     raise NotImplementedError
 
 
@@ -28,25 +28,25 @@ REALS = ("float16", "bfloat16", "float32", "float64")
 
 
 @pytest.fixture
-def backend() -> Any:
+def backend():
     """Return the adapter as it is registered."""
     return gradscale.registry.backend_for(torch.zeros(()))
 
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("dtype", [*REALS, "complex64", "complex128"])
-def test_the_adapter_conforms_to_the_pure_core(backend: Any, dtype: str) -> None:
+def test_the_adapter_conforms_to_the_pure_core(backend, dtype: str):
     check_backend(backend, torch.zeros(1), dtypes=[getattr(torch, dtype)])
 
 
 @pytest.mark.tier("ranks")
-def test_the_adapter_conforms_where_the_device_has_no_kernels(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_conforms_where_the_device_has_no_kernels(backend, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", refuse)
     check_backend(backend, torch.zeros(1), dtypes=[getattr(torch, dtype) for dtype in REALS])
 
 
-def test_what_else_fails_in_the_kernel_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+def test_what_else_fails_in_the_kernel_comes_out(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_):
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", fail)
@@ -56,7 +56,7 @@ def test_what_else_fails_in_the_kernel_comes_out(monkeypatch: pytest.MonkeyPatch
     assert grad.tolist() == [8.0] * 3
 
 
-def state_of(scale: float) -> Any:
+def state_of(scale: float):
     return DynamicScale(init_scale=scale).init(torch.zeros(()))
 
 
@@ -69,7 +69,7 @@ def in_place(grads: list[Any], scale: float = 8.0) -> int:
 
 
 @pytest.mark.parametrize("strides", [(0, 1), (1, 1)], ids=["expanded", "sliding"])
-def test_a_tensor_that_overlaps_itself_is_refused_by_name(strides: tuple[int, int]) -> None:
+def test_a_tensor_that_overlaps_itself_is_refused_by_name(strides: tuple[int, int]):
     overlapping = torch.full((6,), 8.0).as_strided((4, 3), strides)
     with pytest.raises(gradscale.SharedMemoryError, match=r"gradient 1, shape \(4, 3\).*overlaps itself.*clone"):
         in_place([torch.ones(2), overlapping])
@@ -92,7 +92,7 @@ NUMPYS = [torch.from_numpy(part) for part in (MEMORY.numpy()[:4], MEMORY.numpy()
         pytest.param([MEMORY[:4].double(), MEMORY[2:].double()], [MEMORY[:4], MEMORY[2:]], id="of-another-dtype"),
     ],
 )
-def test_memory_that_would_be_divided_twice_is_refused_and_columns_of_one_tensor_are_not(grads: Any, out: Any) -> None:
+def test_memory_that_would_be_divided_twice_is_refused_and_columns_of_one_tensor_are_not(grads, out):
     before = MEMORY.tolist()
     with pytest.raises(gradscale.SharedMemoryError, match="divided twice: pass one of them, or a copy of it"):
         gradscale.unscale(grads, state_of(4.0), out=out)
@@ -106,7 +106,7 @@ def test_memory_that_would_be_divided_twice_is_refused_and_columns_of_one_tensor
     assert matrix.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_leaf_of_autograds_graph_is_overwritten_and_stays_one() -> None:
+def test_a_leaf_of_autograds_graph_is_overwritten_and_stays_one():
     leaf = torch.tensor([8.0], requires_grad=True)
     assert in_place([leaf]) == 0
     assert (leaf.item(), leaf.grad_fn, leaf.requires_grad) == (1.0, None, True)
@@ -115,11 +115,11 @@ def test_a_leaf_of_autograds_graph_is_overwritten_and_stays_one() -> None:
 @pytest.mark.parametrize(("scale", "passes"), [(1.0, 1), (65536.0, 1), (0.5, 2)])
 def test_gradients_are_read_twice_only_where_the_quotient_may_overflow(
     monkeypatch: pytest.MonkeyPatch, scale: float, passes: int
-) -> None:
+):
     kernel = torch._amp_foreach_non_finite_check_and_unscale_
     calls = []
 
-    def counted(*args: Any) -> None:
+    def counted(*args):
         calls.append(len(args[0]))
         kernel(*args)
 
@@ -135,7 +135,7 @@ EVERY_BFLOAT16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
 SCALES = [2.0**k for k in range(-20, 30)] + [float(x) for x in torch.logspace(-6, 38, 150)]
 
 
-def test_every_bfloat16_is_divided_without_a_kernel_as_it_is_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bfloat16_is_divided_without_a_kernel_as_it_is_with_one(monkeypatch: pytest.MonkeyPatch):
     found = []
     for kernel in (KERNEL, without_kernel("bfloat16")):
         monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", kernel)
@@ -148,9 +148,7 @@ def test_every_bfloat16_is_divided_without_a_kernel_as_it_is_with_one(monkeypatc
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0, 0.5])
-def test_each_bfloat16_is_judged_without_a_kernel_as_it_is_with_one(
-    monkeypatch: pytest.MonkeyPatch, scale: float
-) -> None:
+def test_each_bfloat16_is_judged_without_a_kernel_as_it_is_with_one(monkeypatch: pytest.MonkeyPatch, scale: float):
     grads = EVERY_BFLOAT16.clone().view(torch.bfloat16)
     some = [*grads[0x7F70:0x7F90], *grads[0xFF70:0xFF90], *grads[::1111]]
     found = []
@@ -162,9 +160,7 @@ def test_each_bfloat16_is_judged_without_a_kernel_as_it_is_with_one(
 
 
 @pytest.mark.parametrize("dtype", REALS)
-def test_a_scale_of_1_leaves_gradients_without_a_kernel_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_a_scale_of_1_leaves_gradients_without_a_kernel_as_they_are(monkeypatch: pytest.MonkeyPatch, dtype: str):
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", without_kernel(dtype))
     run = Small(GradScaler("cpu", policy=StaticScale(1.0), allow_fp16_grads=True), dtypes=[dtype], size=6)
     nan = torch.tensor([-math.nan, 0.0, -0.0, math.inf, 1.0, -1e-7], dtype=getattr(torch, dtype))
@@ -181,10 +177,10 @@ def test_a_scale_of_1_leaves_gradients_without_a_kernel_as_they_are(
 
 @pytest.mark.tier("all")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-def test_the_functional_core_compiles_without_a_break() -> None:
+def test_the_functional_core_compiles_without_a_break():
     policy = DynamicScale(growth_interval=2)
 
-    def step(grads: Any, state: Any) -> Any:
+    def step(grads, state):
         grads, nonfinite = gradscale.unscale(grads, state)
         return grads, policy.update(state, nonfinite=nonfinite)
 
@@ -200,7 +196,7 @@ def test_the_functional_core_compiles_without_a_break() -> None:
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1000.0), ("bfloat16", 3e38)])
-def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: str, value: float) -> None:
+def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: str, value: float):
     require_program("c++")
     state = DynamicScale(init_scale=2.0**-10).init(torch.zeros(()))
     compiled = torch.compile(lambda grads, state: gradscale.unscale(grads, state))
@@ -210,11 +206,11 @@ def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: 
         assert nonfinite == is_bad
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree):
     return gradscale.tree.flatten(tree)[0]
 
 
-def test_dtensors_are_refused_by_the_functional_core_with_what_to_do() -> None:
+def test_dtensors_are_refused_by_the_functional_core_with_what_to_do():
     class Sharded(torch.Tensor):
         device_mesh = "a mesh"
 
@@ -225,12 +221,12 @@ def test_dtensors_are_refused_by_the_functional_core_with_what_to_do() -> None:
 # What is counted.
 
 
-def summaries(*tensors: Any) -> Any:
+def summaries(*tensors):
     return gradscale.registry.backend_for(tensors[0]).read_summaries(tensors)[0]
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64"])
-def test_several_blocks_and_any_strides(name: str) -> None:
+def test_several_blocks_and_any_strides(name: str):
     x = torch.ones((3, 50_000), dtype=getattr(torch, name))
     x[0, 0], x[1, 5], x[2, -1], x[2, :9] = math.nan, math.inf, -7, 0
     expected = [Summary(150_000, 1, 1, 9, 0, 7.0)]
@@ -239,7 +235,7 @@ def test_several_blocks_and_any_strides(name: str) -> None:
     assert summaries(torch.full((100_000,), math.nan, dtype=x.dtype)) == [Summary(100_000, 0, 100_000, 0, 0, 0.0)]
 
 
-def test_subnormals_are_seen_while_torch_takes_them_for_0() -> None:
+def test_subnormals_are_seen_while_torch_takes_them_for_0():
     assert summaries(torch.tensor([2.0**-140, -(2.0**-149), 1.0])) == [Summary(3, 0, 0, 0, 2, 1.0)]
     x = torch.tensor([2.0**-140, 0.0, 1.0])
     assert torch.set_flush_denormal(True)
@@ -249,12 +245,12 @@ def test_subnormals_are_seen_while_torch_takes_them_for_0() -> None:
         torch.set_flush_denormal(False)
 
 
-def test_float8_goes_through_the_pure_form() -> None:
+def test_float8_goes_through_the_pure_form():
     x = torch.tensor([0.0, 2.0**-9, 1.0, math.nan]).to(torch.float8_e4m3fn)
     assert summaries(x, torch.ones(2)) == [Summary(4, 0, 1, 1, 1, 1.0), Summary(2, 0, 0, 0, 0, 1.0)]
 
 
-def test_the_values_of_sparse_meta_and_graph_tensors() -> None:
+def test_the_values_of_sparse_meta_and_graph_tensors():
     indices = torch.tensor([[0, 0, 2]])
     for dtype in (torch.float32, torch.float16):
         sparse = torch.sparse_coo_tensor(

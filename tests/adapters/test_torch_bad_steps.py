@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import math
 import pickle
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from axes_torch import GradScaler, StepGuard, TorchScaler, torch
@@ -26,24 +24,24 @@ SCALES = [8.0, 16.0, 32.0, 32.0, 64.0, 32.0, 64.0]
 
 
 @pytest.fixture(autouse=True)
-def cuda() -> Iterator[Any]:
+def cuda():
     """Return the stand-in for two CUDA devices."""
     with installed() as cuda:
         yield cuda
 
 
-def made(name: str, *devices: str, groups: int = 0, **settings: Any) -> Small:
+def made(name: str, *devices: str, groups: int = 0, **settings) -> Small:
     """Return a run on devices, over groups that have compared their versions, for which the host waits."""
     scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1, group=groups_in_use(groups), **settings)
     options = {"capturable": True} if "Adam" in name else {}
     return Small(scaler, name, devices=devices, home=devices[0], **options)
 
 
-def held(run: Small) -> list[Any]:
+def held(run: Small):
     return [on_host(parameter).tolist() for parameter in run.parameters]
 
 
-def clipped(run: Small, gradient: float) -> None:
+def clipped(run: Small, gradient: float):
     """Make an iteration with clipping, whose norm is twice the gradient for two parameters of two elements."""
     run.give(gradient)
     run.scaler.unscale_(run.optimizer, max_norm=100.0)
@@ -52,7 +50,7 @@ def clipped(run: Small, gradient: float) -> None:
 
 @pytest.mark.parametrize("groups", [0, 1, 2])
 @pytest.mark.parametrize(("name", "waits"), [("AdamW-fused", 0), ("SGD", 1)])
-def test_a_spike_is_skipped_on_a_device_without_a_host_read(cuda: Any, name: str, waits: int, groups: int) -> None:
+def test_a_spike_is_skipped_on_a_device_without_a_host_read(cuda, name: str, waits: int, groups: int):
     run = made(name, "cuda:0", "cuda:1", groups=groups, skip=dataclasses.replace(RULE, of="loss"))
     scales, stepped = [], []
     for gradient in GRADIENTS:
@@ -72,7 +70,7 @@ def test_a_spike_is_skipped_on_a_device_without_a_host_read(cuda: Any, name: str
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
-def test_a_refused_step_leaves_weights_and_scale_on_a_device(name: str) -> None:
+def test_a_refused_step_leaves_weights_and_scale_on_a_device(name: str):
     run = made(name, "cuda")
     run.iterate(1.0)
     before = held(run), run.state
@@ -87,9 +85,7 @@ def test_a_refused_step_leaves_weights_and_scale_on_a_device(name: str) -> None:
 
 @pytest.mark.parametrize("groups", [0, 1])
 @pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
-def test_an_optimizer_of_a_device_that_makes_no_step_leaves_the_scale_and_is_no_late_verdict(
-    name: str, groups: int
-) -> None:
+def test_an_optimizer_of_a_device_that_makes_no_step_leaves_the_scale_and_is_no_late_verdict(name: str, groups: int):
     run = made(name, "cuda", groups=groups)
     run.iterate(1.0)
     before = held(run), run.state
@@ -108,7 +104,7 @@ def test_an_optimizer_of_a_device_that_makes_no_step_leaves_the_scale_and_is_no_
 
 
 @pytest.mark.parametrize("reason", ["refused", "spike"])
-def test_the_scale_stays_where_it_is_only_if_no_optimizer_steps(reason: str) -> None:
+def test_the_scale_stays_where_it_is_only_if_no_optimizer_steps(reason: str):
     run = made("AdamW-fused", "cuda:0", skip=gradscale.SkipSpikes(of="loss", above=10.0) if reason == "spike" else None)
     other = Small(run.scaler, "AdamW-fused", devices=["cuda:0"], capturable=True)
     for bad, scale in (([run], 8.0), ([other], 16.0), ([run, other], 16.0)):
@@ -124,10 +120,10 @@ def test_the_scale_stays_where_it_is_only_if_no_optimizer_steps(reason: str) -> 
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
-def test_refusing_in_a_hook_of_the_step_is_an_error_and_changes_nothing(name: str) -> None:
+def test_refusing_in_a_hook_of_the_step_is_an_error_and_changes_nothing(name: str):
     run = Small(GradScaler("cpu", init_scale=4.0), name)
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         with pytest.raises(gradscale.CallOrderError, match=r"refuse\(\) was called while another call"):
             run.scaler.refuse(run.optimizer)
 
@@ -137,7 +133,7 @@ def test_refusing_in_a_hook_of_the_step_is_an_error_and_changes_nothing(name: st
         assert (run.report.reason, run.scaler.state_dict()["_growth_tracker"]) == ("stepped", steps)
 
 
-def test_a_loss_is_judged_where_it_is() -> None:
+def test_a_loss_is_judged_where_it_is():
     run = made("SGD", "cuda:0", skip=gradscale.SkipSpikes(window=4, min_values=2, of="loss"))
     for loss, reason in ((1.0, "stepped"), (1.0, "stepped"), (2.0, "spike")):
         run.parameter.grad = torch.ones(2, device="cuda:0")
@@ -147,7 +143,7 @@ def test_a_loss_is_judged_where_it_is() -> None:
         assert run.report.reason == reason
 
 
-def test_a_captured_graph_judges_and_learns_in_each_replay(cuda: Any) -> None:
+def test_a_captured_graph_judges_and_learns_in_each_replay(cuda):
     run = made("AdamW-fused", "cuda", skip=RULE)
     for gradient in (1.0, 1.0):
         clipped(run, gradient)
@@ -173,7 +169,7 @@ def test_a_captured_graph_judges_and_learns_in_each_replay(cuda: Any) -> None:
     assert run.report.reason == "stepped"
 
 
-def test_the_losses_of_a_step_that_is_not_judged_are_not_the_next_optimizers() -> None:
+def test_the_losses_of_a_step_that_is_not_judged_are_not_the_next_optimizers():
     scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(of="loss", above=100.0))
     refused, after = Small(scaler), Small(scaler)
     scaler.scale(torch.full((), 1e4))
@@ -186,7 +182,7 @@ def test_the_losses_of_a_step_that_is_not_judged_are_not_the_next_optimizers() -
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
-def test_looks_at_gradients_are_not_warned_of_and_keep_the_spike_of_their_norm(name: str) -> None:
+def test_looks_at_gradients_are_not_warned_of_and_keep_the_spike_of_their_norm(name: str):
     run = Small(GradScaler("cpu", skip=gradscale.SkipSpikes(of="norm", above=10.0)), name)
     run.give(1000.0)
     run.scaler._check_inf_per_device(run.optimizer)
@@ -201,7 +197,7 @@ def test_looks_at_gradients_are_not_warned_of_and_keep_the_spike_of_their_norm(n
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
-def test_a_second_look_at_gradients_divides_them_by_no_scale_below_one(name: str) -> None:
+def test_a_second_look_at_gradients_divides_them_by_no_scale_below_one(name: str):
     run = Small(GradScaler("cpu", init_scale=2.0**-100), name)
     run.give(2.0**30)
     run.scaler.unscale_(run.optimizer)
@@ -211,7 +207,7 @@ def test_a_second_look_at_gradients_divides_them_by_no_scale_below_one(name: str
     assert (run.report.reason, run.scaler.get_scale()) == ("stepped", 2.0**-100)
 
 
-def test_windows_that_begin_in_inference_mode_go_on_outside_of_it() -> None:
+def test_windows_that_begin_in_inference_mode_go_on_outside_of_it():
     scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(window=4, of="loss"))
     for _ in range(2):
         run = Small(scaler)
@@ -222,14 +218,14 @@ def test_windows_that_begin_in_inference_mode_go_on_outside_of_it() -> None:
     assert [window["loss"]["values"] for window in scaler.state_dict()["spikes"]] == [[1.0, 1.0]]
 
 
-def test_a_wrapper_that_skips_by_itself_needs_no_state() -> None:
+def test_a_wrapper_that_skips_by_itself_needs_no_state():
     class Wrapper:
         _step_supports_amp_scaling = True
 
-        def __init__(self, optimizer: Any) -> None:
+        def __init__(self, optimizer):
             self.inner, self.param_groups = optimizer, optimizer.param_groups
 
-        def step(self) -> None:
+        def step(self):
             self.inner.grad_scale, self.inner.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
             self.inner.step()
             del self.inner.grad_scale, self.inner.found_inf
@@ -243,7 +239,7 @@ def test_a_wrapper_that_skips_by_itself_needs_no_state() -> None:
 
 
 @pytest.mark.parametrize("name", ["_scale", "_growth_tracker"])
-def test_a_state_without_tensors_is_refused(name: str) -> None:
+def test_a_state_without_tensors_is_refused(name: str):
     with pytest.raises(gradscale.InvalidTypeError, match=f"{name} must be a tensor, got None: to begin anew"):
         setattr(GradScaler("cpu"), name, None)
 
@@ -251,7 +247,7 @@ def test_a_state_without_tensors_is_refused(name: str) -> None:
 # A guard.
 
 
-def test_a_guard_is_a_scaler_for_torchs_frameworks_and_takes_no_settings_of_a_scale() -> None:
+def test_a_guard_is_a_scaler_for_torchs_frameworks_and_takes_no_settings_of_a_scale():
     guard = StepGuard(skip=RULE)
     assert isinstance(guard, (TorchScaler, GradScaler))
     assert isinstance(guard, gradscale.StepGuard)
@@ -266,9 +262,7 @@ def test_a_guard_is_a_scaler_for_torchs_frameworks_and_takes_no_settings_of_a_sc
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
-def test_a_guard_leaves_losses_and_gradients_as_they_are_with_and_without_scale(
-    name: str, device: str, dtype: str
-) -> None:
+def test_a_guard_leaves_losses_and_gradients_as_they_are_with_and_without_scale(name: str, device: str, dtype: str):
     options = {"capturable": True} if "Adam" in name and device != "cpu" else {}
     run = Small(StepGuard(), name, dtypes=(dtype,), devices=(device,), home=device, **options)
     for number, value in enumerate((3.0, math.nan, 3.0, math.inf, 3.0)):
@@ -284,7 +278,7 @@ def test_a_guard_leaves_losses_and_gradients_as_they_are_with_and_without_scale(
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))])
-def test_a_copy_of_a_guard_is_one_and_takes_over_a_scaler_of_float16(copied: Any) -> None:
+def test_a_copy_of_a_guard_is_one_and_takes_over_a_scaler_of_float16(copied):
     run = Small(GradScaler("cpu", skip=RULE))
     for gradient in (1.0, 1.0):
         clipped(run, gradient)

@@ -10,7 +10,7 @@ import copy
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ SKIPS = [not math.isfinite(gradient) for gradient in GRADIENTS]
 
 
 @pytest.fixture(autouse=True)
-def cuda() -> Iterator[Any]:
+def cuda():
     """Return the stand-in for two CUDA devices."""
     with installed() as cuda:
         yield cuda
@@ -41,12 +41,12 @@ class ProcessGroup:
 
     bound_device_id = None
 
-    def __init__(self, cuda: Any) -> None:
+    def __init__(self, cuda):
         self.works = self.aborts = 0
         self.is_lost = False
         self._cuda = cuda
 
-    def abort(self) -> None:
+    def abort(self):
         self.aborts += 1
 
     def rank(self) -> int:
@@ -55,13 +55,13 @@ class ProcessGroup:
     def size(self) -> int:
         return 1
 
-    def allreduce(self, tensors: Any, options: Any) -> Any:  # noqa: ARG002
+    def allreduce(self, tensors, options):  # noqa: ARG002
         cuda = self._cuda
         self.works += 1
         is_captured, is_lost = cuda.graph is not None, self.is_lost
 
         class Work:
-            def wait(self, timeout: Any = None) -> None:
+            def wait(self, timeout=None):
                 """Do nothing: on a device, the stream waits."""
 
             def is_completed(self) -> bool:
@@ -75,15 +75,15 @@ class ProcessGroup:
 class Run(Small):
     """Parameters of ones on some devices, of which the first is the loss's if ``home`` is not given."""
 
-    def __init__(self, scaler: Any, optimizer: str, *devices: str, home: str | None = None, **options: Any) -> None:
+    def __init__(self, scaler, optimizer: str, *devices: str, home: str | None = None, **options):
         given = {"size": 5, "start": 1.0, "lr": 0.125, **options}
         super().__init__(scaler, optimizer, devices=devices, home=home or devices[0], **given)
 
     @property
-    def held(self) -> list[Any]:
+    def held(self):
         return [on_host(parameter).tolist() for parameter in self.parameters]
 
-    def iterate_all(self, gradients: Sequence[float] = GRADIENTS) -> None:
+    def iterate_all(self, gradients: Sequence[float] = GRADIENTS):
         """Make an iteration with each of the gradients."""
         for gradient in gradients:
             self.iterate(gradient)
@@ -97,10 +97,10 @@ class Run(Small):
 @pytest.mark.parametrize("scale", [0.25, 1.0, 4.0])
 def test_float64_that_float32_cannot_hold_is_finite(
     monkeypatch: pytest.MonkeyPatch, scale: float, name: str, explicit: bool
-) -> None:
+):
     kernel = torch._amp_foreach_non_finite_check_and_unscale_
 
-    def as_float32(tensors: Sequence[Any], flag: Any, by: Any) -> None:
+    def as_float32(tensors: Sequence[Any], flag, by):
         kernel([one.float() for one in tensors], flag, by)
         kernel(tensors, flag, by)
 
@@ -114,7 +114,7 @@ def test_float64_that_float32_cannot_hold_is_finite(
 
 
 @pytest.fixture
-def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_kernel(monkeypatch: pytest.MonkeyPatch):
     """Take torch's kernel for bfloat16 away, as CUDA has none."""
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", without_kernel("bfloat16"))
 
@@ -130,8 +130,8 @@ def held_to(scale: float, *devices: str, dtype: str = "bfloat16", count: int = 1
 @pytest.mark.parametrize("scale", [1.0, 3.0, 0.5])
 @pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"]], ids=["one", "two"])
 def test_without_a_kernel_a_device_makes_a_few_operations_more_for_all_gradients_and_no_wait(
-    cuda: Any, devices: list[str], scale: float, options: dict[str, float]
-) -> None:
+    cuda, devices: list[str], scale: float, options: dict[str, float]
+):
     numbers = []
     for dtype in ("float32", "bfloat16"):
         run = held_to(scale, *devices, dtype=dtype, count=300)
@@ -150,7 +150,7 @@ def test_without_a_kernel_a_device_makes_a_few_operations_more_for_all_gradients
 
 @pytest.mark.usefixtures("no_kernel")
 @pytest.mark.parametrize("scale", [3.0, 10.0**30])
-def test_every_bfloat16_of_a_device_is_divided_without_a_kernel_by_a_factor_in_float32(scale: float) -> None:
+def test_every_bfloat16_of_a_device_is_divided_without_a_kernel_by_a_factor_in_float32(scale: float):
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     run = held_to(scale, "cuda:0", count=2)
     run.put(values.to("cuda:0"), values[5].to("cuda:0"))
@@ -163,7 +163,7 @@ def test_every_bfloat16_of_a_device_is_divided_without_a_kernel_by_a_factor_in_f
 
 
 @pytest.mark.usefixtures("no_kernel")
-def test_a_step_is_skipped_whose_scale_somebody_has_set_where_the_host_does_not_see_it() -> None:
+def test_a_step_is_skipped_whose_scale_somebody_has_set_where_the_host_does_not_see_it():
     run = held_to(1.0, "cuda:0")
     seen = []
     for number in range(4):
@@ -180,7 +180,7 @@ def test_a_step_is_skipped_whose_scale_somebody_has_set_where_the_host_does_not_
 # Values that come to the host.
 
 
-def told(run: Run) -> tuple[Any, ...]:
+def told(run: Run):
     """Return what a step has left."""
     return run.held, run.report.skipped, run.report.scale, run.scaler.get_scale(), run.scaler.state_dict()
 
@@ -192,11 +192,11 @@ def run_of(
     unscales: dict[str, Any] | None = None,
     groups: int = 0,
     momentum: dict[str, float] | None = None,
-    **settings: Any,
-) -> Callable[..., list[Any]]:
+    **settings,
+):
     """Return a run of an optimizer whose gradients are of a dtype, with what ``unscale_`` is called, if it is."""
 
-    def run(home: str, devices: tuple[str, str]) -> list[Any]:
+    def run(home: str, devices: tuple[str, str]):
         scaler = GradScaler(home, **settings, group=[Group() for _ in range(groups)] or None)
         run, seen = Run(scaler, name, *devices, home=home, dtypes=[dtype], **momentum or {}), []
         # The first step of an optimizer with momentum is a skipped one, too.
@@ -210,7 +210,7 @@ def run_of(
     return run
 
 
-def run_of_two(home: str, devices: tuple[str, str]) -> list[Any]:
+def run_of_two(home: str, devices: tuple[str, str]):
     scaler, seen = GradScaler(home, init_scale=8.0), []
     plain, fused = (Run(scaler, name, *devices, home=home) for name in ("SGD", "AdamW-fused"))
     for gradient in GRADIENTS:
@@ -223,14 +223,14 @@ def run_of_two(home: str, devices: tuple[str, str]) -> list[Any]:
     return seen
 
 
-def run_of_a_closure(home: str, devices: tuple[str, str]) -> list[Any]:
+def run_of_a_closure(home: str, devices: tuple[str, str]):
     run = Run(GradScaler(home, init_scale=2.0**20), "SGD", *devices, home=home)
     run.scaler.step(run.optimizer, lambda: run.give(1e34))
     run.scaler.update()
     return [told(run), run.report.retries]
 
 
-def run_that_is_told(home: str, devices: tuple[str, str]) -> list[Any]:
+def run_that_is_told(home: str, devices: tuple[str, str]):
     updates: list[Any] = []
     skips: list[Any] = []
     scaler = GradScaler(home, init_scale=8.0, on_skip=skips.append, on_update=updates.append, diagnose="on_overflow")
@@ -240,7 +240,7 @@ def run_that_is_told(home: str, devices: tuple[str, str]) -> list[Any]:
     return [numbers, [(skip.scale, skip.overflow) for skip in skips], scaler.diagnose(run.optimizer)]
 
 
-def test_a_loss_of_the_host_is_multiplied_by_the_scale_of_a_device() -> None:
+def test_a_loss_of_the_host_is_multiplied_by_the_scale_of_a_device():
     scaler = GradScaler("cuda", init_scale=8.0)
     losses = scaler.scale([torch.ones((), device=device) for device in ("cuda:1", "cpu", "cuda:0")])
     assert [str(loss.device) for loss in losses] == ["cuda:1", "cpu", "cuda:0"]
@@ -248,7 +248,7 @@ def test_a_loss_of_the_host_is_multiplied_by_the_scale_of_a_device() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_gradients_on_several_devices_make_one_verdict_that_frameworks_may_look_at(bad: int) -> None:
+def test_gradients_on_several_devices_make_one_verdict_that_frameworks_may_look_at(bad: int):
     run = Run(GradScaler("cuda", init_scale=8.0, group=Group()), "SGD", "cuda:0", "cpu", "cuda:1")
     run.give(*[math.nan if index == bad else 1.0 for index in range(3)])
     run.scaler.unscale_(run.optimizer)
@@ -258,7 +258,7 @@ def test_gradients_on_several_devices_make_one_verdict_that_frameworks_may_look_
     assert run.held == [[1.0] * 5] * 3
 
 
-def test_gradients_that_are_not_scaled_are_clipped_on_all_devices() -> None:
+def test_gradients_that_are_not_scaled_are_clipped_on_all_devices():
     run = Run(GradScaler("cuda", enabled=False), "SGD", "cpu", "cuda:1")
     run.put(4.0)
     assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == pytest.approx(160**0.5)
@@ -266,7 +266,7 @@ def test_gradients_that_are_not_scaled_are_clipped_on_all_devices() -> None:
         assert parameter.grad.tolist() == pytest.approx([160**-0.5 * 4.0] * 5, rel=1e-5)
 
 
-def test_large_gradients_of_the_host_have_a_norm_on_a_device() -> None:
+def test_large_gradients_of_the_host_have_a_norm_on_a_device():
     run = Run(GradScaler("cuda", init_scale=2.0**70), "SGD", "cpu", "cpu", home="cuda")
     run.give(1.0)
     # The squares of what is scaled are beyond float32.
@@ -275,7 +275,7 @@ def test_large_gradients_of_the_host_have_a_norm_on_a_device() -> None:
     assert not run.report.skipped
 
 
-def test_the_functions_bring_a_scale_to_the_host_and_to_devices() -> None:
+def test_the_functions_bring_a_scale_to_the_host_and_to_devices():
     state = gradscale.DynamicScale(init_scale=4.0).init(torch.zeros((), device="cuda"))
     grads = [torch.full((2,), 8.0, device=device) for device in ("cpu", "cuda:1", "cuda:0")]
     _, nonfinite = gradscale.unscale(grads, state, out=grads)
@@ -284,7 +284,7 @@ def test_the_functions_bring_a_scale_to_the_host_and_to_devices() -> None:
     assert gradscale.scale(torch.ones(2), state).tolist() == [4.0, 4.0]
 
 
-def test_a_rank_without_a_loss_has_its_state_where_the_others_have_theirs() -> None:
+def test_a_rank_without_a_loss_has_its_state_where_the_others_have_theirs():
     # Such as a stage of a pipeline, with FSDP2's CPU offload: its messages must go over NCCL, too.
     run = Run(GradScaler("cuda", init_scale=1.0, group=Group()), "SGD", "cpu")
     run.parameter.grad = torch.full((5,), 1.0)
@@ -297,8 +297,8 @@ def test_a_rank_without_a_loss_has_its_state_where_the_others_have_theirs() -> N
 @pytest.mark.parametrize("form", ["numbers", "tensors", "device"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
 def test_the_users_default_device_and_dtype_are_not_the_scalers(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, form: str, name: str
-) -> None:
+    cuda, monkeypatch: pytest.MonkeyPatch, dtype: str, form: str, name: str
+):
     monkeypatch.setattr(groups, "carriers", lambda _: {"cpu": "gloo"})
     home = "cuda" if form == "device" else "cpu"
     usual, seen = torch.get_default_dtype(), []
@@ -343,7 +343,7 @@ PLACES = [("cuda:1", ("cpu", "cpu")), ("cuda:0", ("cuda:1", "cuda:0")), ("cuda:1
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("place", [PLACES[0], *later("ranks", *PLACES[1:])], ids=["host", "devices", "both"])
-def test_a_run_is_the_same_wherever_its_loss_and_its_gradients_are(run: str, place: tuple[str, Any]) -> None:
+def test_a_run_is_the_same_wherever_its_loss_and_its_gradients_are(run: str, place: tuple[str, Any]):
     assert repr(RUNS[run](*place)) == repr(RUNS[run]("cpu", ("cpu", "cpu")))
 
 
@@ -360,8 +360,8 @@ POLICIES = [
 @pytest.mark.parametrize(("unscales", "groups"), [(None, 0), (None, 1), (None, 2), ({}, 1), ({"max_norm": 1.0}, 0)])
 @pytest.mark.parametrize(("name", "waits"), [("AdamW-fused", 0), ("SGD", 1)])
 def test_a_step_waits_once_and_that_of_a_fused_optimizer_for_nothing(
-    cuda: Any, policy: Any, unscales: dict[str, Any] | None, groups: int, name: str, waits: int
-) -> None:
+    cuda, policy, unscales: dict[str, Any] | None, groups: int, name: str, waits: int
+):
     run = Run(GradScaler("cuda", policy=policy, group=groups_in_use(groups)), name, "cuda:0", "cuda:1")
     for gradient in GRADIENTS:
         run.give(gradient)
@@ -375,7 +375,7 @@ def test_a_step_waits_once_and_that_of_a_fused_optimizer_for_nothing(
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
-def test_the_verdict_is_read_once_for_all_schedules(cuda: Any, name: str) -> None:
+def test_the_verdict_is_read_once_for_all_schedules(cuda, name: str):
     run = Run(GradScaler("cuda"), name, "cuda")
     schedules = [torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.5) for _ in range(2)]
     assert "), scale=65536.0, " in repr(run.scaler)
@@ -389,7 +389,7 @@ def test_the_verdict_is_read_once_for_all_schedules(cuda: Any, name: str) -> Non
 
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("home", ["cuda:0", "cuda:1"])
-def test_a_late_verdict_is_waited_for_on_its_own_device(cuda: Any, current: int, home: str) -> None:
+def test_a_late_verdict_is_waited_for_on_its_own_device(cuda, current: int, home: str):
     cuda.current = current
     run = Run(GradScaler(home, init_scale=8.0), "AdamW-fused", home)
     # The update looks for verdicts that have arrived. On another current device, nothing was done that is to be waited
@@ -399,7 +399,7 @@ def test_a_late_verdict_is_waited_for_on_its_own_device(cuda: Any, current: int,
     assert [report.scale for report in run.scaler.history] == [8.0, 8.0, 8.0, 4.0, 4.0, 2.0]
 
 
-def test_what_a_host_assigns_as_the_scale_goes_where_the_state_is() -> None:
+def test_what_a_host_assigns_as_the_scale_goes_where_the_state_is():
     run = Run(GradScaler("cuda"), "SGD", "cuda")
     run.iterate(1.0)
     run.scaler._scale = torch.tensor(16.0)
@@ -415,13 +415,13 @@ def test_what_a_host_assigns_as_the_scale_goes_where_the_state_is() -> None:
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
 @pytest.mark.parametrize("before", [0, 1], ids=["first-message", "second"])
 def test_a_rank_that_never_comes_over_nccl_is_a_timeout_that_aborts_the_group(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str, before: int
-) -> None:
+    cuda, monkeypatch: pytest.MonkeyPatch, optimizer: str, before: int
+):
     monkeypatch.setattr(groups, "carriers", lambda _: {"cuda": "nccl"})
     group = ProcessGroup(cuda)
     run = Run(GradScaler("cuda", group=group, timeout=0.2), optimizer, "cuda")
 
-    def iterate() -> None:
+    def iterate():
         run.iterate(1.0)
         assert not run.report.skipped
 
@@ -438,7 +438,7 @@ def test_a_rank_that_never_comes_over_nccl_is_a_timeout_that_aborts_the_group(
     assert group.aborts == 1
 
 
-def fail() -> None:
+def fail():
     msg = "no such communicator"
     raise RuntimeError(msg)
 
@@ -449,8 +449,8 @@ def fail() -> None:
     ids=["hangs", "fails"],
 )
 def test_an_abort_that_hangs_or_fails_does_not_hide_the_timeout(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, abort: Any, note: str
-) -> None:
+    cuda, monkeypatch: pytest.MonkeyPatch, abort, note: str
+):
     monkeypatch.setattr(groups, "carriers", lambda _: {"cuda": "nccl"})
     monkeypatch.setattr("gradscale.waiting._ABORTING", 0.05)
     group = ProcessGroup(cuda)
@@ -463,12 +463,12 @@ def test_an_abort_that_hangs_or_fails_does_not_hide_the_timeout(
 # Captured graphs.
 
 
-def capturable(**settings: Any) -> Run:
+def capturable(**settings) -> Run:
     """Return a run of which a step can be captured."""
     return Run(GradScaler("cuda", **settings), "AdamW-fused", "cuda", capturable=True)
 
 
-def captured(cuda: Any, run: Run) -> tuple[Any, Any]:
+def captured(cuda, run: Run):
     """Return a graph of a step and an update, and the tensor that its gradients are made from."""
     source = torch.ones(5, device="cuda")
     run.scaler.scale(source)
@@ -480,7 +480,7 @@ def captured(cuda: Any, run: Run) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("groups", [0, 1, 2])
-def test_a_graph_is_captured_while_verdicts_are_on_their_way(cuda: Any, groups: int) -> None:
+def test_a_graph_is_captured_while_verdicts_are_on_their_way(cuda, groups: int):
     run = capturable(init_scale=4.0, growth_interval=2, group=[Group() for _ in range(groups)] or None)
     run.iterate_all([1.0, math.inf, 1.0, 1.0])
     assert cuda.under_way(0) == 4
@@ -496,7 +496,7 @@ def test_a_graph_is_captured_while_verdicts_are_on_their_way(cuda: Any, groups: 
     assert [report.skipped for report in run.scaler.history] == [False, True, False, False]
 
 
-def test_replays_of_a_loss_that_is_scaled_in_a_graph_are_not_warned_of(cuda: Any) -> None:
+def test_replays_of_a_loss_that_is_scaled_in_a_graph_are_not_warned_of(cuda):
     run = Run(GradScaler("cuda", init_scale=4.0), "SGD", "cuda")
     run.give(1.0)
     source = torch.ones(5, device="cuda")
@@ -511,11 +511,11 @@ def test_replays_of_a_loss_that_is_scaled_in_a_graph_are_not_warned_of(cuda: Any
 class FallsFast(gradscale.StaticScale):
     """Lower the scale further than the policies here."""
 
-    def update(self, state: Any, *, nonfinite: Any) -> Any:
+    def update(self, state, *, nonfinite):
         return state._replace(scale=state.scale / (1 + 15 * (nonfinite > 0)))
 
 
-def lowered_by_replays(cuda: Any, run: Run) -> None:
+def lowered_by_replays(cuda, run: Run):
     run.iterate(1.0)
     graph, source = captured(cuda, run)
     source.fill_(math.inf)
@@ -523,7 +523,7 @@ def lowered_by_replays(cuda: Any, run: Run) -> None:
         graph.replay()
 
 
-def lowered_by_a_closure(cuda: Any, run: Run) -> None:  # noqa: ARG001
+def lowered_by_a_closure(cuda, run: Run):  # noqa: ARG001
     run.give(1.0)
     kept = run.scaler._scale
     gradients = iter([*[math.inf] * 4, 1.0])
@@ -533,7 +533,7 @@ def lowered_by_a_closure(cuda: Any, run: Run) -> None:  # noqa: ARG001
     assert run.scaler._scale is kept
 
 
-def put_in_place(cuda: Any, run: Run) -> None:
+def put_in_place(cuda, run: Run):
     run.iterate(1.0)
     run.scaler._scale = torch.full((), 0.25, device="cuda")
     cuda.finish(0)
@@ -542,20 +542,20 @@ def put_in_place(cuda: Any, run: Run) -> None:
 # Verdicts that come late say nothing of a scale that was set since.
 
 
-def set_by_update(cuda: Any, run: Run) -> None:
+def set_by_update(cuda, run: Run):
     run.give(1.0)
     run.scaler.step(run.optimizer)
     run.scaler.update(0.25)
     cuda.finish(0)
 
 
-def loaded(cuda: Any, run: Run) -> None:
+def loaded(cuda, run: Run):
     run.iterate(1.0)
     run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": 0.25})
     cuda.finish(0)
 
 
-def backed_off(cuda: Any, run: Run) -> None:
+def backed_off(cuda, run: Run):
     run.iterate(1.0)
     cuda.finish(0)
     # It tells of the first verdict; what came after that is not known.
@@ -568,8 +568,8 @@ WAYS = [lowered_by_replays, lowered_by_a_closure, put_in_place, set_by_update, l
 
 @pytest.mark.parametrize(("lower", "settings"), [*[(way, {"init_scale": 4.0}) for way in WAYS], OWN])
 def test_a_scale_that_may_be_below_one_is_divided_out_before_a_fused_step(
-    cuda: Any, lower: Callable[[Any, Run], None], settings: dict[str, Any]
-) -> None:
+    cuda, lower: Callable[[Any, Run], None], settings: dict[str, Any]
+):
     run = capturable(**settings)
     lower(cuda, run)
     before = run.held
@@ -591,8 +591,8 @@ def test_a_scale_that_may_be_below_one_is_divided_out_before_a_fused_step(
     ids=["two-steps", "three-steps", "static", "own-policy"],
 )
 def test_gradients_are_read_twice_only_where_steps_since_a_verdict_may_have_lowered_the_scale_below_one(
-    monkeypatch: pytest.MonkeyPatch, policy: Any, unread: int, passes: int
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, policy, unread: int, passes: int
+):
     run = Run(GradScaler("cuda", policy=policy), "AdamW-fused", "cuda")
     run.iterate_all([1.0] * unread)
     kernel, calls = torch._amp_foreach_non_finite_check_and_unscale_, []
@@ -602,17 +602,17 @@ def test_gradients_are_read_twice_only_where_steps_since_a_verdict_may_have_lowe
     assert len(calls) == passes
 
 
-def unscaled_by_functions(_: Any, run: Run) -> Any:
+def unscaled_by_functions(_, run: Run):
     grads, state = [parameter.grad for parameter in run.parameters], run.scaler._scale
     return gradscale.unscale(grads, gradscale.StaticScale(0.25).init(state), out=grads)[1]
 
 
-def unscaled_by_a_scaler(_: Any, run: Run) -> Any:
+def unscaled_by_a_scaler(_, run: Run):
     run.scaler.unscale_(run.optimizer)
     return run.scaler._found_inf_per_device(run.optimizer)[torch.device("cuda:0")]
 
 
-def unscaled_in_a_graph(cuda: Any, run: Run) -> Any:
+def unscaled_in_a_graph(cuda, run: Run):
     with cuda.capture() as graph:
         found = unscaled_by_a_scaler(cuda, run)
     graph.replay()
@@ -622,11 +622,11 @@ def unscaled_in_a_graph(cuda: Any, run: Run) -> Any:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
 @pytest.mark.parametrize("unscaled", [unscaled_by_functions, unscaled_by_a_scaler, unscaled_in_a_graph])
 def test_gradients_whose_quotients_have_to_be_judged_are_written_once(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, unscaled: Callable[[Any, Run], Any], dtype: str
-) -> None:
+    cuda, monkeypatch: pytest.MonkeyPatch, unscaled: Callable[[Any, Run], Any], dtype: str
+):
     kernel, written = torch._amp_foreach_non_finite_check_and_unscale_, []
 
-    def noted(tensors: Sequence[Any], *others: Any) -> None:
+    def noted(tensors: Sequence[Any], *others):
         written.extend(on_host(tensor).untyped_storage().data_ptr() for tensor in tensors)
         kernel(tensors, *others)
 
@@ -649,15 +649,13 @@ def test_gradients_whose_quotients_have_to_be_judged_are_written_once(
         assert on_host(run.parameters[1].grad).tolist() == [4.0] * 5
 
 
-def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(cuda, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(groups, "carriers", lambda _: {"cuda": "nccl"})
     group = ProcessGroup(cuda)
     run = capturable(init_scale=4.0, growth_interval=2, group=group)
     (collectives,) = iteration_of(run.scaler).agreement.groups
 
-    def start_many() -> None:
+    def start_many():
         for _ in range(12):
             collectives.start_max(torch.zeros(22, dtype=torch.int32, device="cuda"))
 
@@ -679,7 +677,7 @@ def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(
 @pytest.mark.parametrize(
     "name", ["first-scale", "loss-of-the-host", "plain-step", "late-step", "first-message", "gloo"]
 )
-def test_what_needs_the_host_is_refused_in_a_graph(cuda: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_needs_the_host_is_refused_in_a_graph(cuda, monkeypatch: pytest.MonkeyPatch, name: str):
     group = Group() if name == "first-message" else None
     if name == "gloo":
         monkeypatch.setattr(groups, "carriers", lambda _: {"cpu": "gloo"})
@@ -718,8 +716,8 @@ def test_what_needs_the_host_is_refused_in_a_graph(cuda: Any, monkeypatch: pytes
 @pytest.mark.parametrize("groups", [0, 1])
 @pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
 def test_a_scale_that_no_policy_makes_is_told_where_a_step_reads_it(
-    cuda: Any, scale: float, home: str, groups: int, variant: str
-) -> None:
+    cuda, scale: float, home: str, groups: int, variant: str
+):
     run = Run(GradScaler(home, init_scale=8.0, group=groups_in_use(groups)), variant, home)
     run.give(1.0)
     saved = run.scaler.state_dict()
@@ -741,9 +739,7 @@ def test_a_scale_that_no_policy_makes_is_told_where_a_step_reads_it(
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW-fused"])
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:1", "cuda:0"), ("cpu", "cuda:0")], ids="-".join)
-def test_a_search_of_weights_and_state_waits_no_more_than_one_of_gradients(
-    cuda: Any, name: str, devices: tuple[str, ...]
-) -> None:
+def test_a_search_of_weights_and_state_waits_no_more_than_one_of_gradients(cuda, name: str, devices: tuple[str, ...]):
     run = Run(GradScaler("cuda"), name, *devices)
     run.iterate_all((1.0, math.inf, 2.0))
     # The counters of Adam are on the CPU.
@@ -752,7 +748,7 @@ def test_a_search_of_weights_and_state_waits_no_more_than_one_of_gradients(
     assert state["exp_avg"].device == run.parameters[-1].device
     run.give(1.0)
 
-    def look(**options: Any) -> tuple[Any, int]:
+    def look(**options):
         cuda.waits.clear()
         return run.scaler.diagnose(run.optimizer, **options), len(cuda.waits)
 
@@ -774,12 +770,10 @@ def test_a_search_of_weights_and_state_waits_no_more_than_one_of_gradients(
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
-def test_a_stalled_run_is_told_once_the_late_verdicts_have_come_and_given_up_in_its_iteration(
-    cuda: Any, optimizer: str
-) -> None:
+def test_a_stalled_run_is_told_once_the_late_verdicts_have_come_and_given_up_in_its_iteration(cuda, optimizer: str):
     run = Run(GradScaler("cuda", policy=gradscale.StaticScale(8.0), warn_after=5), optimizer, "cuda:0")
 
-    def train() -> None:
+    def train():
         for number in range(9):
             run.iterate(math.nan)
             if number % 2:

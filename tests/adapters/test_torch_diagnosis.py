@@ -17,7 +17,7 @@ from gradscale.testing import run_ranks
 pytestmark = pytest.mark.torch
 
 
-def named(scaler: Any, optimizer: str | Callable[[Any], Any] = "SGD-fused") -> Small:
+def named(scaler, optimizer: str | Callable[[Any], Any] = "SGD-fused") -> Small:
     """Return a run of an optimizer that knows the name of its parameter, of three elements."""
     make = functools.partial(optimizer_of, optimizer, lr=0.1) if isinstance(optimizer, str) else optimizer
     return Small(scaler, lambda parameters: make([("weight", *parameters)]), size=3)
@@ -36,7 +36,7 @@ WEIGHT = {"weight": 4.0}
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_magnitudes_are_those_of_the_true_gradients_at_every_stage(
     monkeypatch: pytest.MonkeyPatch, name: str, scale: float, explicit: bool, late: bool
-) -> None:
+):
     # Late is a verdict that the host reads when it is asked for it, as those of a device are.
     monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: late)
     run = named(GradScaler("cpu", init_scale=scale), name)
@@ -58,29 +58,13 @@ def test_magnitudes_are_those_of_the_true_gradients_at_every_stage(
         assert [*found, largest(run)] == [WEIGHT] * (4 if explicit else 3)
 
 
-@pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
-def test_a_skipped_step_is_diagnosed_by_itself_with_its_names_and_its_loss(name: str) -> None:
-    scaler = GradScaler("cpu", diagnose="on_overflow")
-    run = Small(scaler, lambda parameters: optimizer_of(name, zip("ab", parameters, strict=True)), count=2)
-    for loss, cause in ((1.0, "scale"), (math.nan, "model")):
-        run.give(math.inf, 1.0)
-        scaler.scale(torch.tensor(loss))
-        scaler.step(run.optimizer)
-        report = run.report.overflow
-        scaler.update()
-        assert [entry.name for entry in report.nonfinite] == ["a"]
-        assert (report.nonfinite[0].inf, report.nonfinite[0].nan, report.cause) == (2, 0, cause)
-    run.iterate(1.0)
-    assert run.report.overflow is None
-
-
-def test_gradients_that_are_unscaled_after_a_skipped_fused_step_are_known_to_be() -> None:
+def test_gradients_that_are_unscaled_after_a_skipped_fused_step_are_known_to_be():
     run = named(GradScaler("cpu", init_scale=1024.0))
 
-    def give() -> None:
+    def give():
         run.give(torch.tensor([math.inf, 4.0, 0.0]))
 
-    def step_and_look(optimizer: Any) -> None:
+    def step_and_look(optimizer):
         run.scaler.step(optimizer)
         run.scaler._check_inf_per_device(optimizer)
 
@@ -94,11 +78,11 @@ def test_gradients_that_are_unscaled_after_a_skipped_fused_step_are_known_to_be(
 
 @pytest.mark.filterwarnings("ignore:.*takes grad_scaler=.*:FutureWarning")
 @pytest.mark.parametrize("options", [{}, {"diagnose": "on_overflow"}], ids=["asked", "automatic"])
-def test_an_optimizer_that_asks_the_scaler_leaves_what_it_skips_scaled(options: dict[str, Any]) -> None:
+def test_an_optimizer_that_asks_the_scaler_leaves_what_it_skips_scaled(options: dict[str, Any]):
     class Asking(torch.optim.SGD):  # type: ignore[misc]
         _step_supports_amp_scaling = True
 
-        def step(self, *, grad_scaler: Any) -> None:
+        def step(self, *, grad_scaler):
             if any(flag.item() for flag in grad_scaler._check_inf_per_device(self).values()):
                 return
             run.parameter.grad /= grad_scaler._get_scale_async()
@@ -118,7 +102,7 @@ def test_an_optimizer_that_asks_the_scaler_leaves_what_it_skips_scaled(options: 
             assert report.overflow.entries[0].largest == 4.0
 
 
-def test_gradients_that_are_lazily_negated_are_looked_at() -> None:
+def test_gradients_that_are_lazily_negated_are_looked_at():
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.SGD([("weight", weight)], lr=0.1)
     weight.grad = torch.tensor([[1 + 0j, 3 - 4j], [0, 2 + 5j]]).conj().imag
@@ -127,8 +111,8 @@ def test_gradients_that_are_lazily_negated_are_looked_at() -> None:
     assert (entry.largest, entry.zeros, entry.shape) == (5.0, 2, (2, 2))
 
 
-def test_a_diagnosis_of_a_group_before_the_first_gradients_hides_nothing_from_the_first_step() -> None:
-    def train(collectives: Any) -> list[Any]:
+def test_a_diagnosis_of_a_group_before_the_first_gradients_hides_nothing_from_the_first_step():
+    def train(collectives):
         run = Small(GradScaler("cpu", init_scale=4.0, group=collectives), count=2, size=1)
         assert all(entry.missing for entry in run.scaler.diagnose(run.optimizer, gather=True).entries)
         # One tensor is the gradient of two parameters, and is to be unscaled once.
@@ -139,7 +123,7 @@ def test_a_diagnosis_of_a_group_before_the_first_gradients_hides_nothing_from_th
     assert run_ranks(1, train) == [[[-2.0], [-2.0]]]
 
 
-def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_first_step() -> None:
+def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_first_step():
     run = named(ShardedGradScaler("cpu"))
     run.parameter.grad = torch.tensor([1.0, 3.0, 2.0])
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -151,8 +135,8 @@ def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_sparse_gradients_with_duplicates_are_left_as_they_are(gather: bool) -> None:
-    def look(collectives: Any) -> Any:
+def test_sparse_gradients_with_duplicates_are_left_as_they_are(gather: bool):
+    def look(collectives):
         scaler = GradScaler("cpu", init_scale=4.0, group=collectives, allow_fp16_grads=True)
         run = Small(scaler, dtypes=["float16"], size=4)
         values = torch.tensor([8.0, 16.0, 20.0], dtype=torch.float16)
@@ -166,7 +150,7 @@ def test_sparse_gradients_with_duplicates_are_left_as_they_are(gather: bool) -> 
     assert run_ranks(1, look) == [((4,), 2, 6.0)]
 
 
-def test_a_loss_of_any_library_counts_once() -> None:
+def test_a_loss_of_any_library_counts_once():
     run = Small(GradScaler("cpu"))
     run.parameter.grad = torch.ones(2)
     for loss in (math.nan, np.float64(math.nan), np.float32(math.nan), np.full(2, math.inf), torch.tensor(math.nan)):
@@ -185,7 +169,7 @@ STATES = {
 }
 
 
-def kept(optimizer: Any, name: str, key: str) -> Any:
+def kept(optimizer, name: str, key: str):
     """Return an array of a state, of the parameter of this name."""
     position = optimizer.param_groups[0]["param_names"].index(name)
     state = optimizer.state[optimizer.param_groups[0]["params"][position]]
@@ -193,13 +177,13 @@ def kept(optimizer: Any, name: str, key: str) -> Any:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_broken_weights_and_states_of_torchs_optimizers_are_named(name: str) -> None:
+def test_broken_weights_and_states_of_torchs_optimizers_are_named(name: str):
     options, keys = STATES[name]
     make = lambda parameters: optimizer_of(name, zip("ab", parameters, strict=True), **options)  # noqa: E731
     run = Small(GradScaler("cpu"), make, count=2, size=3)
     first = run.optimizer.state
 
-    def look() -> Any:
+    def look():
         report = run.scaler.diagnose(run.optimizer, state=True)
         return report.cause, [entry.place for entry in report.broken]
 
@@ -231,22 +215,22 @@ def test_broken_weights_and_states_of_torchs_optimizers_are_named(name: str) -> 
     assert look()[1] == []
 
 
-def test_a_state_of_a_tensor_subclass_is_searched_inside() -> None:
+def test_a_state_of_a_tensor_subclass_is_searched_inside():
     class Quantized(torch.Tensor):  # type: ignore[misc]
         """Codes of 8 bits and their scales, as 8-bit optimizers keep their moments; only its parts can be computed."""
 
         @staticmethod
-        def __new__(cls, codes: Any, scale: Any) -> Any:
+        def __new__(cls, codes, scale):
             return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
 
-        def __init__(self, codes: Any, scale: Any) -> None:
+        def __init__(self, codes, scale):
             self.codes, self.scale = codes, scale
 
-        def __tensor_flatten__(self) -> Any:
+        def __tensor_flatten__(self):
             return ["codes", "scale"], None
 
         @classmethod
-        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
             if function is torch.ops.aten.detach.default:
                 return cls(args[0].codes, args[0].scale)
             raise NotImplementedError(function)

@@ -25,7 +25,7 @@ from torch.amp.grad_scaler import OptState
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
 
-def made(name: str, model: Any) -> Any:
+def made(name: str, model):
     """Return an optimizer by its name."""
     return optimizer_of(name, model.parameters(), lr=0.1)
 
@@ -34,11 +34,11 @@ def made(name: str, model: Any) -> Any:
 
 
 @pytest.fixture
-def accelerator(reset_accelerate: None) -> Callable[..., Any]:  # noqa: ARG001
+def accelerator(reset_accelerate: None):  # noqa: ARG001
     """Return what makes an accelerator for float16 on the CPU, where accelerate makes no scaler by itself."""
     module = require("accelerate")
 
-    def make(scaler: Any, **options: Any) -> Any:
+    def make(scaler, **options):
         module.state.GradientState._reset_state()
         accelerator = module.Accelerator(cpu=True, mixed_precision="fp16", **options)
         accelerator.native_amp = True
@@ -51,7 +51,7 @@ def accelerator(reset_accelerate: None) -> Callable[..., Any]:  # noqa: ARG001
 ALL = range(hosts.STEPS)
 
 
-def trained(accelerator: Any, make: Make, folder: Path, name: str, clips: bool, steps: range = ALL) -> list[Row]:
+def trained(accelerator, make: Make, folder: Path, name: str, clips: bool, steps: range = ALL) -> list[Row]:
     """Train with accelerate, two batches a step, from and to a checkpoint if these are not all steps."""
     scaler, model, rows = make(), network(), []
     host = accelerator(scaler, gradient_accumulation_steps=2)
@@ -81,9 +81,7 @@ def trained(accelerator: Any, make: Make, folder: Path, name: str, clips: bool, 
 
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adam-foreach", "Adagrad", "AdamW-fused", "SGD-fused"])
-def test_accelerate_sees_each_skip_and_clips_what_is_unscaled(
-    accelerator: Any, optimizer: str, clip: bool, tmp_path: Path
-) -> None:
+def test_accelerate_sees_each_skip_and_clips_what_is_unscaled(accelerator, optimizer: str, clip: bool, tmp_path: Path):
     rows = hosts.same_as_torchs(lambda make: trained(accelerator, make, tmp_path, optimizer, clip))
     hosts.check_run(rows)
     # It misses the skips of fused optimizers, whose kernels make them.
@@ -98,9 +96,7 @@ def test_accelerate_sees_each_skip_and_clips_what_is_unscaled(
 
 @pytest.mark.parametrize("load", [hosts.torchs, hosts.ours])
 @pytest.mark.parametrize("save", [hosts.torchs, hosts.ours])
-def test_a_checkpoint_of_accelerate_serves_either_scaler(
-    accelerator: Any, save: Make, load: Make, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_accelerate_serves_either_scaler(accelerator, save: Make, load: Make, tmp_path: Path):
     train = functools.partial(trained, accelerator, folder=tmp_path, name="AdamW", clips=True)
     begin = train(save, steps=range(5))
     saved = torch.load(tmp_path / "scaler.pt")
@@ -110,7 +106,7 @@ def test_a_checkpoint_of_accelerate_serves_either_scaler(
 
 
 @pytest.mark.parametrize("make", [hosts.torchs, hosts.ours])
-def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss(accelerator: Any, make: Make) -> None:
+def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss(accelerator, make: Make):
     # accelerate loads a sharded optimizer's state by a step of it with gradients of zero, and has the scaler's tensors
     # made before.
     scaler, model = make(), network()
@@ -133,7 +129,7 @@ def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss(accele
 # Scripts and optimizers.
 
 
-def state_of(scaler: Any, optimizer: Any) -> Any:
+def state_of(scaler, optimizer):
     """Return what a scaler keeps of an optimizer in an iteration."""
     return scaler._per_optimizer_states[id(optimizer)]
 
@@ -176,41 +172,41 @@ class TakesScaler(torch.optim.SGD):  # type: ignore[misc]
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         super().__init__(model.parameters(), lr=0.1)
         self.scaler: Any = None
 
-    def gradients(self) -> list[Any]:
+    def gradients(self):
         return [parameter.grad for group in self.param_groups for parameter in group["params"]]
 
-    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+    def step(self, closure=None, *, grad_scaler=None):
         assert closure is None
         self.scaler = grad_scaler
         if grad_scaler._enabled and not self.overflows(grad_scaler):
             super().step()
         return "called"
 
-    def is_ready(self, scaler: Any) -> bool:
+    def is_ready(self, scaler) -> bool:
         return state_of(scaler, self)["stage"] is OptState.READY
 
-    def unscale(self, scaler: Any) -> None:
+    def unscale(self, scaler):
         if self.is_ready(scaler):
             inverse = scaler._get_scale_async().double().reciprocal().float()
             for gradient in self.gradients():
                 gradient.mul_(inverse)
 
-    def own_verdict(self, scaler: Any) -> Any:
+    def own_verdict(self, scaler):
         """Return the verdict, 0-d float32, after unscaling."""
         self.unscale(scaler)
         finite = torch.isfinite(torch.nn.utils.get_total_norm(self.gradients()))
         return torch.logical_not(finite).float()
 
-    def overflows(self, scaler: Any) -> bool:
+    def overflows(self, scaler) -> bool:
         raise NotImplementedError
 
 
 class AsksForTheVerdict(TakesScaler):
-    def overflows(self, scaler: Any) -> bool:
+    def overflows(self, scaler) -> bool:
         ask = scaler._check_inf_per_device if self.is_ready(scaler) else scaler._found_inf_per_device
         (found,) = ask(self).values()
         assert (found.shape, found.dtype) == ((), torch.float32)
@@ -220,14 +216,14 @@ class AsksForTheVerdict(TakesScaler):
 
 
 class AsksByDevice(TakesScaler):
-    def overflows(self, scaler: Any) -> bool:
+    def overflows(self, scaler) -> bool:
         found = scaler._check_inf_per_device(self)[torch.device("cpu")]
         self.unscale(scaler)
         return bool(found.item())
 
 
 class LetsItUnscale(TakesScaler):
-    def overflows(self, scaler: Any) -> bool:
+    def overflows(self, scaler) -> bool:
         if self.is_ready(scaler):
             scaler.unscale_(self)
         assert state_of(scaler, self)["stage"] is OptState.UNSCALED
@@ -235,14 +231,14 @@ class LetsItUnscale(TakesScaler):
 
 
 class TellsItsVerdict(TakesScaler):
-    def overflows(self, scaler: Any) -> bool:
+    def overflows(self, scaler) -> bool:
         found = self.own_verdict(scaler)
         state_of(scaler, self)["found_inf_per_device"] = {found.device: found}
         return bool(found.item())
 
 
 class TellsItsVerdictByDevice(TakesScaler):
-    def overflows(self, scaler: Any) -> bool:
+    def overflows(self, scaler) -> bool:
         found = self.own_verdict(scaler)
         state_of(scaler, self)["found_inf_per_device"][found.device] = found
         return bool(found.item())
@@ -252,14 +248,14 @@ class TellsItsVerdictByDevice(TakesScaler):
 @pytest.mark.parametrize(
     "kind", [AsksForTheVerdict, AsksByDevice, LetsItUnscale, TellsItsVerdict, TellsItsVerdictByDevice]
 )
-def test_an_optimizer_that_takes_the_scaler_is_served(kind: Any, unscales: bool) -> None:
+def test_an_optimizer_that_takes_the_scaler_is_served(kind, unscales: bool):
     hosts.check_run(hosts.same_as_torchs(lambda make: scripted(make, kind, unscales=unscales)))
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "SGD-fused", "AdamW-fused"])
 @pytest.mark.parametrize("how", ["method", "state"])
-def test_a_verdict_that_a_script_reduces_by_itself_counts(how: str, optimizer: str) -> None:
-    def reduce(scaler: Any, raw: Any) -> None:
+def test_a_verdict_that_a_script_reduces_by_itself_counts(how: str, optimizer: str):
+    def reduce(scaler, raw):
         """Do what an all-reduce with MAX does where another rank has overflowed."""
         by_state = state_of(scaler, raw)["found_inf_per_device"]
         (flag,) = (scaler._found_inf_per_device(raw) if how == "method" else by_state).values()
@@ -269,14 +265,14 @@ def test_a_verdict_that_a_script_reduces_by_itself_counts(how: str, optimizer: s
     hosts.check_run(hosts.same_as_torchs(lambda make: scripted(make, make_optimizer, between=reduce)))
 
 
-def test_a_disabled_scaler_is_not_passed_on() -> None:
+def test_a_disabled_scaler_is_not_passed_on():
     for scaler in (TorchScaler("cpu", enabled=False), GradScaler("cpu", enabled=False)):
         optimizer = AsksByDevice(network())
         optimizer.step = lambda closure=None, *, grad_scaler=None: grad_scaler  # noqa: ARG005
         assert scaler.step(optimizer) is None
 
 
-def test_a_run_that_differs_in_one_bit_is_found() -> None:
+def test_a_run_that_differs_in_one_bit_is_found():
     def run(make: Make) -> list[Row]:
         model = network()
         model[0].bias.data[0] *= 1 + 2.0**-23 * (make is hosts.ours)

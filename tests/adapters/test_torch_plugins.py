@@ -36,37 +36,37 @@ RATES = [0.1 * FACTOR ** sum(taken not in OVERFLOWS for taken in range(1, step +
 
 
 @pytest.fixture(autouse=True)
-def lightning() -> Any:
+def lightning():
     """Return Lightning."""
     return require("lightning")
 
 
-def decaying(optimizer: Any) -> Any:
+def decaying(optimizer):
     """Return a schedule whose rate tells how often it has been stepped."""
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, FACTOR)
 
 
-def plugin(kind: str = "MixedPrecision") -> Any:
+def plugin(kind: str = "MixedPrecision"):
     """Return a plugin of ours for the CPU."""
     from gradscale_torch import plugins
 
     return getattr(plugins, kind)("16-mixed", "cpu", hosts.ours())
 
 
-def lightnings(make: hosts.Make = hosts.torchs) -> Any:
+def lightnings(make: hosts.Make = hosts.torchs):
     """Return Lightning's own plugin, with torch's scaler or another one."""
     return require("lightning").pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=make())
 
 
 @functools.cache
-def module_class() -> Any:
+def module_class():
     """Return a module whose gradients overflow at the given steps, and which notes what is left of each batch."""
 
     class Module(require("lightning").LightningModule):  # type: ignore[misc]
         schedule: Any = {"interval": "step"}  # noqa: RUF012
         overflows = OVERFLOWS
 
-        def __init__(self, optimizer: str = "SGD") -> None:
+        def __init__(self, optimizer: str = "SGD"):
             super().__init__()
             self.network = network()
             self.optimizer = optimizer
@@ -76,25 +76,25 @@ def module_class() -> Any:
         def rates(self) -> list[float]:
             return column(self.rows, "rate")
 
-        def training_step(self, batch: Any) -> Any:
+        def training_step(self, batch):
             self.log("loss", 1.0)
             return loss_of(self.network, batch)
 
-        def on_after_backward(self) -> None:
+        def on_after_backward(self):
             if self.automatic_optimization and self.trainer.global_step + 1 in self.overflows:
                 overflow(self.network)
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             gradients = [parameter.grad for parameter in self.network.parameters() if parameter.grad is not None]
             # What is left in the gradients of a fused optimizer is no result.
             norm = None if "fused" in self.optimizer else repr(torch.nn.utils.get_total_norm(gradients).item())
             rate = self.trainer.optimizers[0].param_groups[0]["lr"]
             self.rows.append(hosts.row(self.trainer.precision_plugin.scaler, self.network, norm=norm, rate=rate))
 
-        def made_schedule(self, optimizer: Any) -> Any:
+        def made_schedule(self, optimizer):
             return decaying(optimizer)
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             optimizer = optimizer_of(self.optimizer, self.network.parameters(), lr=0.1)
             if self.schedule is None:
                 return optimizer
@@ -104,7 +104,7 @@ def module_class() -> Any:
     return Module
 
 
-def fit(precision: Any, module: Any, count: int = STEPS, *, resume: Path | None = None, **options: Any) -> Any:
+def fit(precision, module, count: int = STEPS, *, resume: Path | None = None, **options):
     """Train a module, and return the Trainer and its schedule, if there is one."""
     trainer = trainer_with(precision, **options)
     trainer.fit(module, Loader(batches(count)), ckpt_path=resume)
@@ -124,7 +124,7 @@ CASES = [
 @pytest.mark.parametrize(("optimizer", "clip", "micro"), CASES)
 def test_the_trainer_clips_skips_and_steps_as_with_torchs_scaler(
     precision: Callable[[], Any], optimizer: str, clip: str | None, micro: int
-) -> None:
+):
     class Module(module_class()):  # type: ignore[misc]
         schedule, overflows = None, hosts.OVERFLOWS
 
@@ -144,17 +144,17 @@ def test_the_trainer_clips_skips_and_steps_as_with_torchs_scaler(
 
 @pytest.mark.parametrize("place", ["loop", "closure"])
 @pytest.mark.parametrize("clip", ["norm", "value"])
-def test_gradients_that_are_clipped_by_hand_are_unscaled_before(clip: str, place: str) -> None:
+def test_gradients_that_are_clipped_by_hand_are_unscaled_before(clip: str, place: str):
     class Automatic(module_class()):  # type: ignore[misc]
         schedule = None
 
     class Manual(Automatic):
         automatic_optimization = False
 
-        def training_step(self, batch: Any) -> None:
+        def training_step(self, batch):
             optimizer = self.optimizers()
 
-            def closure() -> None:
+            def closure():
                 optimizer.zero_grad()
                 self.manual_backward(loss_of(self.network, batch))
                 if self.trainer.global_step + 1 in self.overflows:
@@ -174,7 +174,7 @@ def test_gradients_that_are_clipped_by_hand_are_unscaled_before(clip: str, place
     assert by_hand.rows == automatic.rows
 
 
-def clip_both_before_a_step(module: Any, batch: Any, _: int) -> None:
+def clip_both_before_a_step(module, batch, _: int):
     """Clip the gradients of two optimizers, and step them then."""
     module.manual_backward(sum(loss_of(model, batch) for model in module.networks))
     for optimizer in module.optimizers():
@@ -184,7 +184,7 @@ def clip_both_before_a_step(module: Any, batch: Any, _: int) -> None:
         optimizer.zero_grad()
 
 
-def leave_a_step_out(module: Any, batch: Any, index: int) -> None:
+def leave_a_step_out(module, batch, index: int):
     """Clip in each batch, and step in each other one."""
     for model, optimizer in zip(module.networks, module.optimizers(), strict=True):
         optimizer.zero_grad(set_to_none=index % 4 < 2)
@@ -195,7 +195,7 @@ def leave_a_step_out(module: Any, batch: Any, index: int) -> None:
             optimizer.step()
 
 
-def accumulate_what_is_clipped(module: Any, batch: Any, index: int) -> None:
+def accumulate_what_is_clipped(module, batch, index: int):
     """Add the gradients of two batches and clip in each."""
     for model, optimizer in zip(module.networks, module.optimizers(), strict=True):
         module.manual_backward(loss_of(model, batch))
@@ -207,24 +207,24 @@ def accumulate_what_is_clipped(module: Any, batch: Any, index: int) -> None:
             optimizer.zero_grad()
 
 
-def by_hand_with(loop: Callable[[Any, Any, int], None], scale: float, count: int = 6, **settings: Any) -> Any:
+def by_hand_with(loop: Callable[[Any, Any, int], None], scale: float, count: int = 6, **settings):
     """Return a module of two optimizers that is trained in a loop of its own, and its Trainer."""
     from gradscale_torch.plugins import MixedPrecision
 
     class Module(module_class()):  # type: ignore[misc]
         automatic_optimization, overflows, clip = False, frozenset[int](), "norm"
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.networks = torch.nn.ModuleList([self.network, network(1)])
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx: int):
             loop(self, batch, batch_idx)
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             """Note nothing."""
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.networks]
 
     module = Module()
@@ -235,7 +235,7 @@ def by_hand_with(loop: Callable[[Any, Any, int], None], scale: float, count: int
 
 @pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
 @pytest.mark.parametrize("loop", [clip_both_before_a_step, leave_a_step_out, accumulate_what_is_clipped])
-def test_the_scale_changes_nothing_of_what_is_clipped_by_hand(loop: Callable[[Any, Any, int], None]) -> None:
+def test_the_scale_changes_nothing_of_what_is_clipped_by_hand(loop: Callable[[Any, Any, int], None]):
     (scaled, _), (plain, _) = (by_hand_with(loop, scale) for scale in (1024.0, 1.0))
     for one, other in zip(scaled.parameters(), plain.parameters(), strict=True):
         # A step moves the weights by 0.01, and float16 rounds.
@@ -243,7 +243,7 @@ def test_the_scale_changes_nothing_of_what_is_clipped_by_hand(loop: Callable[[An
 
 
 @pytest.mark.parametrize("clip", ["norm", "value"])
-def test_an_overflow_that_is_clipped_by_hand_skips_the_step_of_all_that_is_accumulated(clip: str) -> None:
+def test_an_overflow_that_is_clipped_by_hand_skips_the_step_of_all_that_is_accumulated(clip: str):
     module, trainer = by_hand_with(accumulate_what_is_clipped, 1024.0, 2, overflows={0}, clip=clip)
     scaler = trainer.precision_plugin.scaler
     assert [scaler.last_step(one).skipped for one in trainer.optimizers] == [True, True]
@@ -251,8 +251,8 @@ def test_an_overflow_that_is_clipped_by_hand_skips_the_step_of_all_that_is_accum
     assert scaler.get_scale() == 256.0
 
 
-def test_a_refused_step_that_is_clipped_by_hand_is_not_made() -> None:
-    def loop(module: Any, batch: Any, _: int) -> None:
+def test_a_refused_step_that_is_clipped_by_hand_is_not_made():
+    def loop(module, batch, _: int):
         for model, optimizer in zip(module.networks, module.optimizers(), strict=True):
             module.trainer.precision_plugin.scaler.refuse(optimizer.optimizer)
             module.manual_backward(loss_of(model, batch))
@@ -265,11 +265,11 @@ def test_a_refused_step_that_is_clipped_by_hand_is_not_made() -> None:
     assert (bits(*module.networks), scaler.get_scale()) == (bits(network(), network(1)), 1024.0)
 
 
-def test_a_fused_optimizer_that_is_clipped_by_hand_is_lightnings_error() -> None:
+def test_a_fused_optimizer_that_is_clipped_by_hand_is_lightnings_error():
     class Module(module_class()):  # type: ignore[misc]
         schedule, automatic_optimization = None, False
 
-        def training_step(self, batch: Any) -> None:
+        def training_step(self, batch):
             self.manual_backward(loss_of(self.network, batch))
             self.clip_gradients(self.optimizers(), gradient_clip_val=0.01)
 
@@ -278,7 +278,7 @@ def test_a_fused_optimizer_that_is_clipped_by_hand_is_lightnings_error() -> None
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "SGD-fused", "AdamW-fused"])
-def test_twelve_steps_of_which_eight_are_skipped_are_four_of_the_schedule(optimizer: str) -> None:
+def test_twelve_steps_of_which_eight_are_skipped_are_four_of_the_schedule(optimizer: str):
     precision = plugin()
     # One plugin serves one fit after the other.
     for fits in (1, 2):
@@ -291,18 +291,18 @@ def test_twelve_steps_of_which_eight_are_skipped_are_four_of_the_schedule(optimi
     assert fit(lightnings(), module_class()(optimizer))[1].last_epoch == 12
 
 
-def test_what_is_accumulated_is_one_step() -> None:
+def test_what_is_accumulated_is_one_step():
     module = module_class()()
     _, schedule = fit(plugin(), module, 2 * STEPS, accumulate_grad_batches=2)
     assert (module.rates[1::2], schedule.last_epoch) == (RATES, 4)
 
 
 @pytest.mark.parametrize("missing", [0, 3])
-def test_a_batch_without_a_loss_is_no_step(missing: int) -> None:
+def test_a_batch_without_a_loss_is_no_step(missing: int):
     class Module(module_class()):  # type: ignore[misc]
         overflows = frozenset[int]()
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx: int):
             return None if batch_idx == missing else super().training_step(batch)
 
     module = Module()
@@ -310,13 +310,13 @@ def test_a_batch_without_a_loss_is_no_step(missing: int) -> None:
     assert module.rates[missing] == (module.rates[missing - 1] if missing else 0.1)
 
 
-def test_a_plateau_is_given_its_metric() -> None:
+def test_a_plateau_is_given_its_metric():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
     class Module(module_class()):  # type: ignore[misc]
         schedule = {"interval": "step", "monitor": "loss", "reduce_on_plateau": True}  # noqa: RUF012
 
-        def made_schedule(self, optimizer: Any) -> Any:
+        def made_schedule(self, optimizer):
             return plateau(optimizer, factor=FACTOR, patience=0, threshold=0.0)
 
     module = Module()
@@ -326,7 +326,7 @@ def test_a_plateau_is_given_its_metric() -> None:
     assert isinstance(schedule, plateau)
 
 
-def test_a_schedule_of_epochs_is_left_alone() -> None:
+def test_a_schedule_of_epochs_is_left_alone():
     class Module(module_class()):  # type: ignore[misc]
         schedule = {"interval": "epoch"}  # noqa: RUF012
 
@@ -334,15 +334,15 @@ def test_a_schedule_of_epochs_is_left_alone() -> None:
     assert fit(plugin(), Module(), max_epochs=2)[1].last_epoch == 2
 
 
-def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules() -> None:
+def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules():
     class Module(module_class()):  # type: ignore[misc]
         automatic_optimization = False
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.networks = torch.nn.ModuleList([self.network, network(1)])
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx: int):
             for which, optimizer in enumerate(self.optimizers()):
                 self.manual_backward(loss_of(self.networks[which], batch))
                 if which == 1 and batch_idx + 1 in OVERFLOWS:
@@ -352,10 +352,10 @@ def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules() -> N
             for schedule in self.lr_schedulers():
                 schedule.step()
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             """Note nothing."""
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             made = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.networks]
             # In another order than the optimizers.
             schedules = [{"scheduler": decaying(optimizer), "interval": "step"} for optimizer in reversed(made)]
@@ -367,7 +367,7 @@ def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules() -> N
 
 @pytest.mark.parametrize("load", [plugin, lightnings])
 @pytest.mark.parametrize("save", [plugin, lightnings])
-def test_a_checkpoint_serves_either_plugin(save: Any, load: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_serves_either_plugin(save, load, tmp_path: Path):
     checkpoint = tmp_path / "half.ckpt"
     trainer, _ = fit(save(), module_class()("AdamW"), STEPS // 2)
     trainer.save_checkpoint(checkpoint)
@@ -386,7 +386,7 @@ def test_a_checkpoint_serves_either_plugin(save: Any, load: Any, tmp_path: Path)
         assert through.rows[STEPS // 2 :] == resumed.rows
 
 
-def test_what_holds_is_a_schedule_in_all_else() -> None:
+def test_what_holds_is_a_schedule_in_all_else():
     _, held = fit(plugin(), module_class()())
     assert isinstance(held, torch.optim.lr_scheduler.StepLR)
     held.gamma = 0.25
@@ -399,7 +399,7 @@ def test_what_holds_is_a_schedule_in_all_else() -> None:
         held.no_such_name  # noqa: B018
 
 
-def test_a_disabled_scaler_steps_a_schedule_in_each_step() -> None:
+def test_a_disabled_scaler_steps_a_schedule_in_each_step():
     from gradscale_torch.plugins import MixedPrecision
 
     class Module(module_class()):  # type: ignore[misc]
@@ -410,7 +410,7 @@ def test_a_disabled_scaler_steps_a_schedule_in_each_step() -> None:
     assert (schedule.last_epoch, module.rates) == (4, [0.05, 0.025, 0.0125, 0.00625])
 
 
-def held_schedule() -> tuple[Any, Any, Callable[[], None]]:
+def held_schedule():
     """Return a schedule that holds, its scaler, and a function that makes a step of its optimizer and its own."""
     from gradscale_torch.plugins import HeldSchedule
 
@@ -418,7 +418,7 @@ def held_schedule() -> tuple[Any, Any, Callable[[], None]]:
 
     held = HeldSchedule(scaler, optimizer, decaying(optimizer))
 
-    def step() -> None:
+    def step():
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
         scaler.scale(torch.ones(()))
@@ -429,7 +429,7 @@ def held_schedule() -> tuple[Any, Any, Callable[[], None]]:
     return held, scaler, step
 
 
-def test_an_older_state_of_the_scaler_leaves_no_step_out() -> None:
+def test_an_older_state_of_the_scaler_leaves_no_step_out():
     held, scaler, step = held_schedule()
     older = scaler.state_dict()
     step()
@@ -449,7 +449,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_of_what_holds_holds_too(how: str) -> None:
+def test_a_copy_of_what_holds_holds_too(how: str):
     held, _, step = held_schedule()
     step()
     copied = COPIES[how](held)
@@ -461,14 +461,14 @@ def test_a_copy_of_what_holds_holds_too(how: str) -> None:
     assert (copied.last_epoch, held.last_epoch) == (2 if how == "copy" else 1, 2)
 
 
-def test_what_holds_and_is_not_made_yet_has_no_attributes() -> None:
+def test_what_holds_and_is_not_made_yet_has_no_attributes():
     from gradscale_torch.plugins import HeldSchedule
 
     assert not hasattr(HeldSchedule.__new__(HeldSchedule), "last_epoch")
 
 
 @pytest.mark.parametrize("kind", ["MixedPrecision", "FabricMixedPrecision"])
-def test_a_scaler_is_made_where_none_is_given_and_torchs_is_refused(kind: str) -> None:
+def test_a_scaler_is_made_where_none_is_given_and_torchs_is_refused(kind: str):
     from gradscale_torch import plugins
 
     make = getattr(plugins, kind)
@@ -483,14 +483,14 @@ def test_a_scaler_is_made_where_none_is_given_and_torchs_is_refused(kind: str) -
 # Fabric.
 
 
-def fabric_with(precision: Any) -> Any:
+def fabric_with(precision):
     """Return Fabric for the CPU."""
     return require("lightning").fabric.Fabric(accelerator="cpu", devices=1, plugins=precision)
 
 
 @pytest.mark.parametrize("wraps", [False, True], ids=["raw-optimizer", "fabrics-optimizer"])
-def test_fabric_holds_a_schedule_and_saves_the_scaler(wraps: bool, tmp_path: Path) -> None:
-    def train(steps: range, resume: bool = False) -> tuple[list[float], Any, Any]:
+def test_fabric_holds_a_schedule_and_saves_the_scaler(wraps: bool, tmp_path: Path):
+    def train(steps: range, resume: bool = False):
         precision = plugin("FabricMixedPrecision")
         fabric = fabric_with(precision)
         raw = network()
@@ -523,13 +523,13 @@ def test_fabric_holds_a_schedule_and_saves_the_scaler(wraps: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("wraps", [False, True], ids=["raw-optimizer", "fabrics-optimizer"])
-def test_fabric_takes_an_optimizer_that_holds_another_for_what_it_is(wraps: bool) -> None:
+def test_fabric_takes_an_optimizer_that_holds_another_for_what_it_is(wraps: bool):
     class Lookahead(torch.optim.Optimizer):  # type: ignore[misc]
-        def __init__(self, optimizer: Any) -> None:
+        def __init__(self, optimizer):
             super().__init__(optimizer.param_groups, {})
             self.optimizer = optimizer
 
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             return self.optimizer.step(closure)
 
     precision, raw = plugin("FabricMixedPrecision"), network()
@@ -543,7 +543,7 @@ def test_fabric_takes_an_optimizer_that_holds_another_for_what_it_is(wraps: bool
     assert schedule.last_epoch == 1
 
 
-def test_fabric_without_a_scaler_steps_a_schedule_always() -> None:
+def test_fabric_without_a_scaler_steps_a_schedule_always():
     from gradscale_torch.plugins import FabricMixedPrecision
 
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)

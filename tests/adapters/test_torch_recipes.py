@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
 ]
 
-recipes: Any = importlib.import_module("recipe_scenarios")
+recipes = importlib.import_module("recipe_scenarios")
 OVERFLOWS = (1, 3, 8)  # of 8 batches: the first and the last, too
 SKIPS = [batch in OVERFLOWS for batch in range(1, 9)]
 NAMES = {
@@ -57,18 +57,18 @@ def cases(size: int) -> list[Case]:
 BATCH = Batch("recipe_scenarios", cases)
 
 
-def common(overflows: tuple[int, ...] = OVERFLOWS) -> dict[str, Any]:
+def common(overflows: tuple[int, ...] = OVERFLOWS):
     """Return what most recipes take for granted."""
     names: dict[str, Any] = recipes.granted(overflows)
     return names | {"scaler": GradScaler("cpu")}
 
 
-def skips(scaler: Any) -> list[bool]:
+def skips(scaler) -> list[bool]:
     """Return whether each step was skipped."""
     return [report.skipped for report in scaler.history]
 
 
-def run_common(name: str, scaler_of: str = "", **more: Any) -> dict[str, Any]:
+def run_common(name: str, scaler_of: str = "", **more):
     """Run a recipe with what most take for granted: the scaler skips, and the schedule holds."""
     names: dict[str, Any] = recipes.run_block(name, **common() | more)
     scaler = names["scaler"] if not scaler_of else names[scaler_of].scaler
@@ -77,7 +77,7 @@ def run_common(name: str, scaler_of: str = "", **more: Any) -> dict[str, Any]:
     return names | {"scaler": scaler}
 
 
-def test_every_block_is_known() -> None:
+def test_every_block_is_known():
     assert set(blocks_on(TORCH_PAGE)) == NAMES
 
 
@@ -85,12 +85,12 @@ def test_every_block_is_known() -> None:
     ("name", "scaler_of", "library"), [("schedule", "", "torch"), ("accelerate", "accelerator", "accelerate")]
 )
 @pytest.mark.usefixtures("reset_accelerate")
-def test_a_schedule_holds(name: str, scaler_of: str, library: str) -> None:
+def test_a_schedule_holds(name: str, scaler_of: str, library: str):
     require(library)
     run_common(name, scaler_of)
 
 
-def test_what_follows_the_optimizer_holds() -> None:
+def test_what_follows_the_optimizer_holds():
     # The block leaves the schedule alone.
     names = recipes.run_block("followers", **common())
     assert skips(names["scaler"]) == SKIPS
@@ -107,7 +107,7 @@ CLIPPED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_a_problems_recipe_is_plain_training_in_float32_without_the_batches_that_overflow(name: str) -> None:
+def test_a_problems_recipe_is_plain_training_in_float32_without_the_batches_that_overflow(name: str):
     skipped = (2, 4) if name == "accumulate" else OVERFLOWS
     # Of four micro-batches a batch, the first one of the second batch and the last one of the fourth.
     given = common(MICRO_OVERFLOWS if name == "accumulate" else OVERFLOWS)
@@ -140,11 +140,11 @@ def test_a_problems_recipe_is_plain_training_in_float32_without_the_batches_that
 class Steep(recipes.Losses):  # type: ignore[misc]
     """Losses whose gradients are large enough to be clipped."""
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model, batch):
         return 8.0 * super().__call__(model, batch)
 
 
-def test_each_of_a_gans_optimizers_skips_by_itself_and_the_scale_falls_once() -> None:
+def test_each_of_a_gans_optimizers_skips_by_itself_and_the_scale_falls_once():
     given = common(())
     critic = recipes.made_model(1)
     generator = torch.nn.Linear(recipes.FEATURES, recipes.FEATURES)
@@ -164,7 +164,7 @@ def test_each_of_a_gans_optimizers_skips_by_itself_and_the_scale_falls_once() ->
     assert names["scaler"].get_scale() == 2.0**13
 
 
-def test_a_run_is_resumed_with_its_schedule_and_its_scale(tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_its_schedule_and_its_scale(tmp_path: Path):
     trained = run_common("schedule")
     kept = trained["scaler"].state_dict()
     names = recipes.run_block("resume", **trained | {"path": tmp_path / "run.pt"})
@@ -176,13 +176,13 @@ def test_a_run_is_resumed_with_its_schedule_and_its_scale(tmp_path: Path) -> Non
 class SAM:
     """Sharpness-aware minimisation with the interface of davda54/sam, of weights that all have gradients."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         self.base_optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         self.param_groups = self.base_optimizer.param_groups
         self.zero_grad = self.base_optimizer.zero_grad
         self.state: dict[Any, Any] = collections.defaultdict(dict)
 
-    def first_step(self, zero_grad: bool = False) -> None:
+    def first_step(self, zero_grad: bool = False):
         """Climb, and remember where from."""
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in self.param_groups[0]["params"]])
         for weight in self.param_groups[0]["params"]:
@@ -191,7 +191,7 @@ class SAM:
         if zero_grad:
             self.zero_grad()
 
-    def second_step(self) -> None:
+    def second_step(self):
         """Go back, and step."""
         for weight, kept in self.state.items():
             weight.data = kept["old_p"]
@@ -199,7 +199,7 @@ class SAM:
 
 
 @pytest.mark.parametrize("bad", [None, 3, 4], ids=["finite", "first-pass", "second-pass"])
-def test_sam_in_two_steps_is_sam_in_float32_without_the_batches_that_overflow(bad: int | None) -> None:
+def test_sam_in_two_steps_is_sam_in_float32_without_the_batches_that_overflow(bad: int | None):
     # Of the second batch.
     given = common(() if bad is None else (bad,))
     names = recipes.run_block("sam", **given | {"sam": SAM(given["model"].parameters())})
@@ -220,7 +220,7 @@ def test_sam_in_two_steps_is_sam_in_float32_without_the_batches_that_overflow(ba
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_replicas_skip_together_and_the_schedule_advances_with_steps_that_were_made(bad_rank: int) -> None:
+def test_replicas_skip_together_and_the_schedule_advances_with_steps_that_were_made(bad_rank: int):
     answers = BATCH.answer(2, "ddp", OVERFLOWS, bad_rank)
     assert answers[0] == answers[1]
     answer = answers[0]
@@ -231,7 +231,7 @@ def test_replicas_skip_together_and_the_schedule_advances_with_steps_that_were_m
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_the_actor_skips_on_both_ranks_whole_batches(bad_rank: int) -> None:
+def test_the_actor_skips_on_both_ranks_whole_batches(bad_rank: int):
     answers = BATCH.answer(2, "actor", MICRO_OVERFLOWS, bad_rank)
     assert answers[0] == answers[1]
     answer = answers[0]
@@ -241,26 +241,26 @@ def test_the_actor_skips_on_both_ranks_whole_batches(bad_rank: int) -> None:
     assert answer["masters"] == answer["moments"] == {"torch.float32"}
 
 
-def test_dcp_saves_and_loads_the_scaler(tmp_path: Path) -> None:
+def test_dcp_saves_and_loads_the_scaler(tmp_path: Path):
     batch = Batch("recipe_scenarios", lambda _: [("checkpoint", str(tmp_path / "dcp"))])
     for answer in batch.answer(2, "checkpoint", str(tmp_path / "dcp")):
         assert answer["before"] == answer["after"]
         assert (answer["after"]["scale"], answer["after"]["growth_interval"]) == (2.0**15, 400)
 
 
-def test_the_trainer_skips_and_holds_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trainer_skips_and_holds_the_schedule(capsys: pytest.CaptureFixture[str]):
     lightning = require("lightning")
     given = common()
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.model = given["model"]
 
-        def training_step(self, batch: Any) -> Any:
+        def training_step(self, batch):
             return given["loss_of"](self.model, batch)
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             schedule = {"scheduler": given["schedule"], "interval": "step"}
             return {"optimizer": given["optimizer"], "lr_scheduler": schedule}
 
@@ -271,14 +271,14 @@ def test_the_trainer_skips_and_holds_the_schedule(capsys: pytest.CaptureFixture[
     assert "StepReport(skipped=True" in capsys.readouterr().out
 
 
-def test_fabric_skips_holds_the_schedule_and_saves(tmp_path: Path) -> None:
+def test_fabric_skips_holds_the_schedule_and_saves(tmp_path: Path):
     require("lightning")
     names = run_common("fabric", "precision", path=tmp_path / "fabric.ckpt")
     saved = torch.load(tmp_path / "fabric.ckpt", weights_only=True)
     assert saved["precision"] == names["scaler"].state_dict()
 
 
-def test_accelerates_checkpoint_of_fsdp2_leaves_the_scaler_as_it_was_if_it_is_loaded_last(tmp_path: Path) -> None:
+def test_accelerates_checkpoint_of_fsdp2_leaves_the_scaler_as_it_was_if_it_is_loaded_last(tmp_path: Path):
     require("accelerate")
     case = ("accelerate_fsdp2", str(tmp_path / "state"))
     for answer in Batch("recipe_scenarios", lambda _: [case]).answer(2, *case):
@@ -290,16 +290,16 @@ def test_accelerates_checkpoint_of_fsdp2_leaves_the_scaler_as_it_was_if_it_is_lo
 
 @pytest.mark.usefixtures("reset_accelerate")
 @pytest.mark.parametrize("name", ["transformers", "transformers_bfloat16"])
-def test_the_trainer_of_transformers_skips_and_holds_the_schedule(tmp_path: Path, name: str) -> None:
+def test_the_trainer_of_transformers_skips_and_holds_the_schedule(tmp_path: Path, name: str):
     require("transformers")
     given = common()
 
     class Model(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = given["model"]
 
-        def forward(self, inputs: Any, labels: Any) -> Any:
+        def forward(self, inputs, labels):
             assert labels.shape == (8, 1)
             return {"loss": given["loss_of"](self.inner, inputs)}
 
@@ -312,7 +312,7 @@ def test_the_trainer_of_transformers_skips_and_holds_the_schedule(tmp_path: Path
 
 
 @pytest.fixture
-def timm() -> Any:
+def timm():
     """Return timm, also where torchvision is one for CUDA and torch one for the CPU."""
     if importlib.util.find_spec("torchvision") is not None:
         try:
@@ -325,7 +325,7 @@ def timm() -> Any:
 
 
 @pytest.mark.usefixtures("timm")
-def test_timm_skips_and_holds_the_schedule() -> None:
+def test_timm_skips_and_holds_the_schedule():
     from timm.scheduler import StepLRScheduler
 
     given = common()
@@ -340,12 +340,12 @@ def test_timm_skips_and_holds_the_schedule() -> None:
 # ignite 0.5 itself uses what torch 2.13 has deprecated.
 @pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported:UserWarning")
-def test_ignite_skips_and_holds_the_schedule() -> None:
+def test_ignite_skips_and_holds_the_schedule():
     require("ignite")
     given = common()
     losses = given["loss_of"]
 
-    def loss_fn(outputs: Any, targets: Any) -> Any:
+    def loss_fn(outputs, targets):
         assert targets.shape == (8, recipes.FEATURES)
         return losses(torch.nn.Identity(), outputs)
 
@@ -356,7 +356,7 @@ def test_ignite_skips_and_holds_the_schedule() -> None:
     assert given["schedule"].last_epoch == 5
 
 
-def test_the_optimizers_of_a_container_skip_together() -> None:
+def test_the_optimizers_of_a_container_skip_together():
     given = common(())
     model = given["model"]
     # Of one optimizer's gradients alone.
@@ -372,7 +372,7 @@ def test_the_optimizers_of_a_container_skip_together() -> None:
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_torchtitans_optimizers_skip_together_on_both_ranks_and_its_schedules_hold(bad_rank: int) -> None:
+def test_torchtitans_optimizers_skip_together_on_both_ranks_and_its_schedules_hold(bad_rank: int):
     require("torchtitan")
     batch = Batch("recipe_scenarios", lambda _: [("torchtitan", OVERFLOWS, bad_rank)])
     answers = batch.answer(2, "torchtitan", OVERFLOWS, bad_rank)
@@ -387,7 +387,7 @@ def test_torchtitans_optimizers_skip_together_on_both_ranks_and_its_schedules_ho
 
 
 @pytest.mark.parametrize("bad_part", [None, *PARTS])
-def test_all_stages_of_a_pipeline_skip_when_one_part_of_one_overflows(bad_part: int | None) -> None:
+def test_all_stages_of_a_pipeline_skip_when_one_part_of_one_overflows(bad_part: int | None):
     skipped = [] if bad_part is None else [2, 4]
     answers = BATCH.answer(2, "pipeline", MICRO_OVERFLOWS if skipped else (), bad_part or 0)
     assert [answer["skipped"] for answer in answers] == [skipped] * 2

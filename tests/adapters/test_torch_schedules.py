@@ -34,12 +34,12 @@ HELD = [FACTOR**taken for taken in TAKEN], 4
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "SGD-fused", "AdamW-fused"])
-def test_a_schedule_takes_the_steps_that_the_optimizer_takes(name: str) -> None:
+def test_a_schedule_takes_the_steps_that_the_optimizer_takes(name: str):
     assert train(Small(GradScaler("cpu"), name)) == HELD
     assert train(Small(GradScaler("cpu", enabled=False), name))[1] == STEPS
 
 
-def test_each_optimizer_holds_its_own_schedules() -> None:
+def test_each_optimizer_holds_its_own_schedules():
     scaler = GradScaler("cpu")
     runs = [Small(scaler, name) for name in ("SGD", "AdamW")]
     schedules = [rates.StepLR(run.optimizer, 1, FACTOR) for run in runs]
@@ -51,7 +51,7 @@ def test_each_optimizer_holds_its_own_schedules() -> None:
     assert [schedule.last_epoch for schedule in schedules] == [1, 0]
 
 
-def test_a_plateau_is_given_its_metric() -> None:
+def test_a_plateau_is_given_its_metric():
     run = Small(GradScaler("cpu"))
     plateau = rates.ReduceLROnPlateau(run.optimizer, factor=FACTOR, patience=0, threshold=0.0)
     for gradient, metric in ((1.0, 1.0), (math.inf, 0.25), (1.0, 0.5)):
@@ -60,7 +60,7 @@ def test_a_plateau_is_given_its_metric() -> None:
     assert (plateau.last_epoch, plateau.best) == (2, 0.5)
 
 
-def test_what_is_no_schedule_is_refused_and_so_is_an_optimizer_without_a_step() -> None:
+def test_what_is_no_schedule_is_refused_and_so_is_an_optimizer_without_a_step():
     run = Small(GradScaler("cpu"))
     schedule = rates.StepLR(run.optimizer, 1, FACTOR)
     with pytest.raises(gradscale.CallOrderError, match=r"needs a step\(\) of this optimizer first"):

@@ -111,7 +111,7 @@ def _version(distribution: str) -> str:
         return "missing"
 
 
-def _print_table(rows: list[Row]) -> None:
+def _print_table(rows: list[Row]):
     width = max([len(row.case) for row in rows], default=0)
     print(f"{'case':{width}} {'ours':>10} {'other':>10} {'ratio':>7} {'target':>7}  met")
     for row in rows:

@@ -70,7 +70,7 @@ def measure(rounds: int) -> dict[str, float]:
     def iteration(scaler: gradscale.GradScaler, between: Callable[[], object]) -> Callable[[], None]:
         scaler.scale(np.ones((), np.float32))
 
-        def run() -> None:
+        def run():
             scaler.unscale_(optimizer)
             between()
             scaler.step(optimizer)
@@ -78,10 +78,10 @@ def measure(rounds: int) -> dict[str, float]:
 
         return run
 
-    def allreduce() -> None:
+    def allreduce():
         comm.Allreduce(x, received, op=MPI.MAX)
 
-    def nothing() -> None:
+    def nothing():
         pass
 
     settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
@@ -104,7 +104,7 @@ def measure(rounds: int) -> dict[str, float]:
     return interleaved({name: Call(call) for name, call in calls.items()}, rounds, timed)
 
 
-def main() -> None:
+def main():
     """Measure as one rank, and print the numbers on the first."""
     from mpi4py import MPI
 

@@ -43,7 +43,7 @@ _WATCHED_ITERATIONS, _WATCHED_STALL = 5, 0.2
 _LONGEST_PLAN = 5e-3
 
 
-def _cupy() -> Any:
+def _cupy():
     """Return CuPy on a machine with a device that it can use."""
     import cupy
 
@@ -56,7 +56,7 @@ def _cupy() -> Any:
     return cupy
 
 
-def _torch(cupy: Any) -> Any:
+def _torch(cupy):
     """Return torch with CUDA, whose work goes to the stream that CuPy's goes to."""
     import torch
 
@@ -76,11 +76,11 @@ def _torch(cupy: Any) -> Any:
 class _Stall:
     """Keeps the device busy."""
 
-    def __init__(self, cupy: Any) -> None:
+    def __init__(self, cupy):
         self._cupy = cupy
         self._kernel = cupy.RawKernel(_STALL, "stall")
 
-    def __call__(self, seconds: float) -> Any:
+    def __call__(self, seconds: float):
         """Put it on the stream, and return an event that is recorded behind it."""
         self._kernel((1,), (1,), (self._cupy.int64(seconds * 1e9),))
         event = self._cupy.cuda.Event()
@@ -91,7 +91,7 @@ class _Stall:
 class _DeviceClock:
     """Returns the seconds that a call takes the device; what is called may be called several times."""
 
-    def __init__(self, cupy: Any) -> None:
+    def __init__(self, cupy):
         self._cuda = cupy.cuda
         self._stall = _Stall(cupy)
         self._seconds = _SHORTEST_STALL
@@ -110,7 +110,7 @@ class _DeviceClock:
         raise RuntimeError(msg)
 
 
-def _device_times(cupy: Any, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def _device_times(cupy, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Return the median seconds that each call takes the device."""
     for run in runs.values():
         # The first time, its kernels are loaded, which may wait for the device.
@@ -118,11 +118,11 @@ def _device_times(cupy: Any, runs: Mapping[str, Callable[[], object]], rounds: i
     return interleaved({name: Call(run) for name, run in runs.items()}, rounds, _DeviceClock(cupy))
 
 
-def _filled(cupy: Any, count: int, size: int, dtype: str = "float32") -> list[Array]:
+def _filled(cupy, count: int, size: int, dtype: str = "float32") -> list[Array]:
     return [cupy.ones(size, dtype=dtype) for _ in range(count)]
 
 
-def _unscale(cupy: Any, sources: Sequence[Array], targets: Sequence[Array]) -> Callable[[], object]:
+def _unscale(cupy, sources: Sequence[Array], targets: Sequence[Array]) -> Callable[[], object]:
     """Return an unscale by 1, so that gradients are the same in each round."""
     from gradscale_cupy.arrays import CupyBackend
 
@@ -130,24 +130,24 @@ def _unscale(cupy: Any, sources: Sequence[Array], targets: Sequence[Array]) -> C
     return partial(CupyBackend().unscale, sources, state, out=targets)
 
 
-def _copy(cupy: Any, size: int) -> Callable[[], object]:
+def _copy(cupy, size: int) -> Callable[[], object]:
     """Return a copy of so many bytes from one place on the device to another: as many read as written."""
     source, target = cupy.ones(size, dtype="uint8"), cupy.zeros(size, dtype="uint8")
     return partial(_copy_async, cupy, target, source)
 
 
-def _copy_async(cupy: Any, target: Array, source: Array) -> None:
+def _copy_async(cupy, target: Array, source: Array):
     target.data.copy_from_device_async(source.data, source.nbytes, cupy.cuda.get_current_stream())
 
 
-def _unscale_torch(torch: Any, arrays: Sequence[Array]) -> Callable[[], object]:
+def _unscale_torch(torch, arrays: Sequence[Array]) -> Callable[[], object]:
     """Return torch's unscale by 1 of the same memory."""
     tensors = [torch.from_dlpack(x) for x in arrays]
     found, inverse = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
     return partial(torch._amp_foreach_non_finite_check_and_unscale_, tensors, found, inverse)
 
 
-def _described(cupy: Any, count: int, size: int, dtype: str = "float32") -> str:
+def _described(cupy, count: int, size: int, dtype: str = "float32") -> str:
     """Return what is unscaled, and by which device."""
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
     return f"{count} {dtype} arrays of {size} on {properties['name'].decode()}"
@@ -217,11 +217,11 @@ def host_waits(quick: bool) -> list[Row]:
     scaler = gradscale.GradScaler(init_scale=1.0, growth_interval=1 << 30, backend=CupyBackend())
     loss = cupy.ones((), dtype="float32")
 
-    def start() -> None:
+    def start():
         scaler.scale(loss)
         scaler.unscale_(optimizer)
 
-    def finish() -> None:
+    def finish():
         scaler.step(optimizer)
         scaler.update()
 

@@ -22,7 +22,7 @@ _READS = 6.0
 _COUNT, _SIZE = 30, 1 << 20
 
 
-def _diagnosis(gradients: Sequence[Any], like: Any) -> Call:
+def _diagnosis(gradients: Sequence[Any], like) -> Call:
     """Return a call of GradScaler.diagnose on a plain optimizer."""
     optimizer = Idle([SimpleNamespace(grad=gradient) for gradient in gradients])
     scaler = gradscale.GradScaler()
@@ -30,7 +30,7 @@ def _diagnosis(gradients: Sequence[Any], like: Any) -> Call:
     return Call(lambda: scaler.diagnose(optimizer))
 
 
-def _kinds(quick: bool) -> dict[str, list[Any]]:
+def _kinds(quick: bool):
     """Return gradients of normal numbers, with zeros among them, and with inf and NaN."""
     rng = np.random.default_rng(0)
     size = _SIZE >> 2 if quick else _SIZE
@@ -43,7 +43,7 @@ def _kinds(quick: bool) -> dict[str, list[Any]]:
     return {"normal": normal, "half of them 0": zeros, "some inf and NaN": overflown}
 
 
-def _rows(quick: bool, convert: Callable[[Any], Any], like: Any, read: Callable[[Any], object]) -> list[Row]:
+def _rows(quick: bool, convert: Callable[[Any], Any], like, read: Callable[[Any], object]) -> list[Row]:
     """Return rows for gradients that are made of NumPy's, of a library that reads one by ``read``."""
     rows = []
     for kind, arrays in _kinds(quick).items():

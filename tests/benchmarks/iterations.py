@@ -31,8 +31,8 @@ _TARGETS = {
 }
 
 
-def _iterated(scaler: Any, loss: Any, optimizer: Any, times: int) -> Callable[[], None]:
-    def run() -> None:
+def _iterated(scaler, loss, optimizer, times: int) -> Callable[[], None]:
+    def run():
         for _ in range(times):
             scaler.scale(loss)
             scaler.step(optimizer)
@@ -48,7 +48,7 @@ def _numpy(count: int, times: int, *, fast: bool) -> Callable[[], None]:
     return _iterated(scaler, np.ones((), np.float32), optimizer, times)
 
 
-def _torch(kind: Any, count: int, times: int) -> Callable[[], None]:
+def _torch(kind, count: int, times: int) -> Callable[[], None]:
     import torch
 
     parameters = [torch.nn.Parameter(torch.zeros(_SIZE)) for _ in range(count)]
@@ -91,7 +91,7 @@ def _judged(size: int, *, skips: bool, clips: bool) -> Callable[[], None]:
     scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=False), skip=skip)
     losses = itertools.cycle([np.asarray(x, np.float32) for x in np.random.default_rng(0).normal(2.0, 0.1, 1_000)])
 
-    def run() -> None:
+    def run():
         scaler.scale(next(losses))
         if clips:
             scaler.unscale_(optimizer, max_norm=1e9)

@@ -7,7 +7,6 @@ takes to hand out their pages is most of it, and is everyone's: the rows against
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from benchmarks.measure import Call, Row, interleaved
 __all__ = ["CASES"]
 
 
-def _gradients(quick: bool) -> list[Any]:
+def _gradients(quick: bool):
     """Return two float32 arrays, finite and not small."""
     import jax
     import numpy as np
@@ -26,7 +25,7 @@ def _gradients(quick: bool) -> list[Any]:
     return [jax.numpy.asarray(rng.standard_normal((8 if quick else 16) << 20, np.float32)) for _ in range(2)]
 
 
-def _jmp() -> Any:
+def _jmp():
     # By name, for it has no types and need not be installed.
     return importlib.import_module("jmp")
 
@@ -35,7 +34,7 @@ def _size(gradients: list[Any]) -> str:
     return f"{len(gradients)} x {gradients[0].size >> 20} Mi float32"
 
 
-def _unscalers() -> dict[str, Callable[[list[Any], Any], tuple[list[Any], Any]]]:
+def _unscalers():
     """Return functions of gradients and a float32 scale, which return unscaled gradients and a verdict."""
     import jax
     import jax.numpy as jnp
@@ -45,25 +44,25 @@ def _unscalers() -> dict[str, Callable[[list[Any], Any], tuple[list[Any], Any]]]
 
     jmp = _jmp()
 
-    def ours(gradients: list[Any], scale: Any) -> tuple[list[Any], Any]:
+    def ours(gradients: list[Any], scale):
         trackers = [jnp.zeros((), jnp.int32) for _ in gradscale.ScaleState._fields[1:]]
         return gradscale_jax.unscale(gradients, gradscale.ScaleState(scale, *trackers))
 
-    def flax(gradients: list[Any], scale: Any) -> tuple[list[Any], Any]:
+    def flax(gradients: list[Any], scale):
         # Its code is one piece with the differentiation: so differentiate what has these gradients, at no cost.
         @jax.custom_vjp
-        def loss(parameters: list[Any]) -> Any:  # noqa: ARG001
+        def loss(parameters: list[Any]):  # noqa: ARG001
             return jnp.zeros((), jnp.float32)
 
         loss.defvjp(lambda parameters: (loss(parameters), None), lambda _saved, _cotangent: (gradients,))
         result = DynamicScale(scale=scale).value_and_grad(loss)(gradients)
         return result.grad, result.finite
 
-    def their_jmp(gradients: list[Any], scale: Any) -> tuple[list[Any], Any]:
+    def their_jmp(gradients: list[Any], scale):
         unscaled = jmp.DynamicLossScale(scale).unscale(gradients)
         return unscaled, jmp.all_finite(unscaled)
 
-    def multiplication(gradients: list[Any], scale: Any) -> tuple[list[Any], Any]:
+    def multiplication(gradients: list[Any], scale):
         return [gradient * (1 / scale) for gradient in gradients], scale
 
     return {"ours": ours, "flax": flax, "jmp": their_jmp, "multiplication": multiplication}
@@ -78,13 +77,13 @@ def unscaling(quick: bool) -> list[Row]:
     # Donated gradients are unscaled again and again.
     scale = jnp.ones((), jnp.float32)
 
-    def into_new_arrays(compiled: Any) -> Call:
+    def into_new_arrays(compiled) -> Call:
         return Call(lambda: jax.block_until_ready(compiled(gradients, scale)))
 
-    def over_donated_ones(compiled: Any) -> Call:
+    def over_donated_ones(compiled) -> Call:
         held = [jax.tree.map(jnp.copy, gradients)]
 
-        def run() -> None:
+        def run():
             held[:] = [jax.block_until_ready(compiled(held.pop(), scale))[0]]
 
         return Call(run)
@@ -119,7 +118,7 @@ def verdict(quick: bool) -> list[Row]:
 
     gradients = _gradients(quick)
 
-    def flax(gradients: list[Any]) -> Any:
+    def flax(gradients: list[Any]):
         # As in its value_and_grad, where nothing can be had alone.
         finite = jnp.array(True)
         for gradient in gradients:

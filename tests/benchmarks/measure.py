@@ -26,10 +26,10 @@ class Call:
 class Idle:
     """An optimizer that does nothing."""
 
-    def __init__(self, parameters: list[Any]) -> None:
+    def __init__(self, parameters: list[Any]):
         self.param_groups = [{"params": parameters}]
 
-    def step(self) -> None:
+    def step(self):
         """Do nothing."""
 
 

@@ -18,11 +18,11 @@ _LARGE = (30, 1 << 20)
 _WORKER_LIMIT = 300.0  # seconds
 
 
-def _optimizer(torch: Any, shapes: list[tuple[int, int]]) -> Any:
+def _optimizer(torch, shapes: list[tuple[int, int]]):
     """Return an optimizer that does nothing, with so many gradients of so many elements."""
 
     class Idle(torch.optim.SGD):  # type: ignore[misc]
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure=None):
             pass
 
     generator = torch.Generator().manual_seed(0)
@@ -32,7 +32,7 @@ def _optimizer(torch: Any, shapes: list[tuple[int, int]]) -> Any:
     return Idle(parameters)
 
 
-def _scalers(torch: Any) -> dict[str, Any]:
+def _scalers(torch):
     import gradscale_torch
 
     torch.set_num_threads(1)
@@ -70,7 +70,7 @@ def without_kernel(quick: bool) -> list[Row]:
     import gradscale
     import gradscale_torch
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object):
         raise NotImplementedError
 
     torch.set_num_threads(1)
@@ -82,7 +82,7 @@ def without_kernel(quick: bool) -> list[Row]:
     gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
     flag, one = torch.zeros(()), torch.ones(())
 
-    def one_by_one() -> None:
+    def one_by_one():
         for gradient in gradients:
             gradient.copy_(gradient.float() * one)
             flag.copy_(torch.where(torch.isfinite(gradient.float()).all(), flag, torch.ones_like(flag)))
@@ -111,11 +111,11 @@ def clipping(quick: bool) -> list[Row]:
         # Gradients are put back off the clock, so that each round clips.
         saved = [parameter.grad.clone() for parameter in parameters]
 
-        def unscale_and_clip(scaler: Any = scalers["torch"], optimizer: Any = other, of: Any = parameters) -> None:
+        def unscale_and_clip(scaler=scalers["torch"], optimizer=other, of=parameters):
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(of, 1.0)
 
-        def restore(optimizer: Any, scaler: Any, values: Any = saved) -> None:
+        def restore(optimizer, scaler, values=saved):
             torch._foreach_copy_([parameter.grad for parameter in optimizer.param_groups[0]["params"]], values)
             scaler.update()
 
@@ -165,7 +165,7 @@ def _time_rank(folder: str, rounds: int, ranks: int, rank: int) -> dict[str, flo
     loss = torch.ones(())
     optimizers = [_optimizer(torch, [_SMALL]) for _ in range(2)]
 
-    def iterate(scaler: Any) -> None:
+    def iterate(scaler):
         scaler.scale(loss)
         for optimizer in optimizers:
             scaler.step(optimizer)

@@ -64,17 +64,17 @@ def master_gradients(quick: bool) -> list[Row]:
     masters = np.empty(size, np.float32)
     state = gradscale.DynamicScale(init_scale=1.0).init(like=masters)
 
-    def peer() -> object:
+    def peer():
         wide = gradient.astype(np.float32)
         np.multiply(wide, _FACTOR, out=wide)
         return np.isfinite(wide).all()
 
-    def into_new_arrays(backend: NumpyBackend) -> object:
+    def into_new_arrays(backend: NumpyBackend):
         # The function looks its adapter up; let it find this one.
         with mock.patch.object(gradscale.registry, "backend_for", return_value=backend):
             return gradscale.unscale([gradient], state, dtype=np.float32)
 
-    def into_masters(backend: NumpyBackend) -> object:
+    def into_masters(backend: NumpyBackend):
         with mock.patch.object(gradscale.registry, "backend_for", return_value=backend):
             return gradscale.unscale([gradient], state, out=[masters])
 

@@ -22,7 +22,7 @@ def enumerated(axes: list[tuple[int, int]], itemsize: int) -> bool:
 
 @given(AXES, st.sampled_from([1, 2, 4]))
 @settings(max_examples=500, deadline=None)
-def test_it_says_what_a_look_at_every_element_says(axes: list[tuple[int, int]], itemsize: int) -> None:
+def test_it_says_what_a_look_at_every_element_says(axes: list[tuple[int, int]], itemsize: int):
     shape, strides = [length for length, _ in axes], [stride for _, stride in axes]
     assert overlaps_itself(shape, strides, itemsize) == enumerated(axes, itemsize)
 
@@ -39,5 +39,5 @@ def test_it_says_what_a_look_at_every_element_says(axes: list[tuple[int, int]], 
         ((10**6, 10**6), (2, 10**6), True),
     ],
 )
-def test_known_layouts(shape: tuple[int, ...], strides: tuple[int, ...], expected: bool) -> None:
+def test_known_layouts(shape: tuple[int, ...], strides: tuple[int, ...], expected: bool):
     assert overlaps_itself(shape, strides) is expected

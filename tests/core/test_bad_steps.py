@@ -26,14 +26,14 @@ ONE = gradscale.StaticScale(1.0)
 class Optimizer(Tree):
     """Evaluates a closure three times."""
 
-    def step(self, closure: Any = None) -> str:
+    def step(self, closure=None) -> str:
         for _ in range(0 if closure is None else 3):
             closure()
         return super().step()
 
 
 def iterate(
-    scaler: gradscale.GradScaler, optimizer: Optimizer, loss: float, gradient: float = 1.0, **clip: Any
+    scaler: gradscale.GradScaler, optimizer: Optimizer, loss: float, gradient: float = 1.0, **clip
 ) -> gradscale.StepReport:
     """Make one iteration."""
     scaler.scale(np.float32(loss))
@@ -45,7 +45,7 @@ def iterate(
     return scaler.last_step(optimizer)
 
 
-def trained(steps: int = 5, **settings: Any) -> tuple[gradscale.GradScaler, Optimizer]:
+def trained(steps: int = 5, **settings) -> tuple[gradscale.GradScaler, Optimizer]:
     """Return a scaler and an optimizer after usual steps."""
     scaler, optimizer = gradscale.GradScaler(**{"skip": RULE} | settings), Optimizer()
     for _ in range(steps):
@@ -53,7 +53,7 @@ def trained(steps: int = 5, **settings: Any) -> tuple[gradscale.GradScaler, Opti
     return scaler, optimizer
 
 
-def test_a_spike_skips_the_step_and_leaves_the_scale_and_its_trackers() -> None:
+def test_a_spike_skips_the_step_and_leaves_the_scale_and_its_trackers():
     scaler, optimizer = trained(policy=gradscale.DynamicScale(init_scale=4.0, growth_interval=7, hysteresis=2))
     before = scaler.state_dict()
     report = iterate(scaler, optimizer, 9.0)
@@ -62,7 +62,7 @@ def test_a_spike_skips_the_step_and_leaves_the_scale_and_its_trackers() -> None:
 
 
 @pytest.mark.parametrize("after_unscale", [False, True], ids=["before-unscale_", "after-unscale_"])
-def test_a_refused_step_is_not_made_and_moves_nothing(after_unscale: bool) -> None:
+def test_a_refused_step_is_not_made_and_moves_nothing(after_unscale: bool):
     scaler, optimizer = trained(skip=None, init_scale=4.0, growth_interval=6)
     before = scaler.state_dict()
     scaler.scale(np.float32(1.0))
@@ -80,7 +80,7 @@ def test_a_refused_step_is_not_made_and_moves_nothing(after_unscale: bool) -> No
     assert scaler.get_scale() == 8.0
 
 
-def test_a_refused_step_needs_no_gradients() -> None:
+def test_a_refused_step_needs_no_gradients():
     scaler, optimizer = trained()
     optimizer.grads = []
     scaler.refuse(optimizer)
@@ -90,7 +90,7 @@ def test_a_refused_step_needs_no_gradients() -> None:
     assert scaler.last_step(optimizer).reason == "refused"
 
 
-def test_an_overflow_in_the_same_step_is_an_overflow_and_teaches_nothing(strict: Library) -> None:
+def test_an_overflow_in_the_same_step_is_an_overflow_and_teaches_nothing(strict: Library):
     saved = trained(init_scale=4.0)[0].state_dict()
     # The host knows NumPy's verdict when the step is refused, and reads the other one later.
     for xp in (np, strict.xp):
@@ -107,7 +107,7 @@ def test_an_overflow_in_the_same_step_is_an_overflow_and_teaches_nothing(strict:
             assert scaler.state_dict()["spikes"] == saved["spikes"]
 
 
-def test_refusing_too_late_or_with_a_disabled_scaler_is_an_error() -> None:
+def test_refusing_too_late_or_with_a_disabled_scaler_is_an_error():
     scaler, optimizer = trained()
     scaler.scale(np.float32(1.0))
     optimizer.grads = [np.ones(3, np.float32)]
@@ -139,7 +139,7 @@ def test_refusing_too_late_or_with_a_disabled_scaler_is_an_error() -> None:
         pytest.param([[9.0], {"loss": False}, [-7.0]], False, id="mean-of-accumulation-around-none"),
     ],
 )
-def test_what_scale_is_given_is_judged(outputs: list[Any], is_spike: bool) -> None:
+def test_what_scale_is_given_is_judged(outputs: list[Any], is_spike: bool):
     scaler, optimizer = trained(policy=ONE)
     for one in outputs:
         if isinstance(one, dict):
@@ -152,13 +152,13 @@ def test_what_scale_is_given_is_judged(outputs: list[Any], is_spike: bool) -> No
 
 
 @pytest.mark.parametrize("loss", ["1.0", True, np.ones(2, np.float32), np.int32(1), 1j, [1.0]], ids=str)
-def test_a_loss_of_another_kind_is_refused(loss: Any) -> None:
+def test_a_loss_of_another_kind_is_refused(loss):
     scaler, _ = trained()
     with pytest.raises(gradscale.InvalidTypeError, match="loss must be a number"):
         scaler.scale(np.float32(1.0), loss=loss)
 
 
-def test_losses_are_averaged_to_the_same_bits_as_numbers_and_as_arrays_of_a_device(strict: Library) -> None:
+def test_losses_are_averaged_to_the_same_bits_as_numbers_and_as_arrays_of_a_device(strict: Library):
     windows = []
     for xp in (np, strict.xp):
         scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=RULE), Optimizer()
@@ -180,7 +180,7 @@ def test_losses_are_averaged_to_the_same_bits_as_numbers_and_as_arrays_of_a_devi
         pytest.param(False, {}, 0, id="nothing-on-purpose"),
     ],
 )
-def test_a_rule_that_has_nothing_to_judge_is_told_of_once(given: Any, clip: dict[str, float], told: int) -> None:
+def test_a_rule_that_has_nothing_to_judge_is_told_of_once(given, clip: dict[str, float], told: int):
     scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=gradscale.SkipSpikes()), Optimizer()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -194,7 +194,7 @@ def test_a_rule_that_has_nothing_to_judge_is_told_of_once(given: Any, clip: dict
     assert [str(one.message)[:38] for one in caught] == ["skip= judges loss and norm, and found "] * told
 
 
-def test_that_warning_as_an_error_comes_before_anything_is_touched() -> None:
+def test_that_warning_as_an_error_comes_before_anything_is_touched():
     scaler, optimizer = gradscale.GradScaler(init_scale=4.0, skip=RULE), Optimizer()
     scaler.scale(np.ones(2, np.float32))
     optimizer.grads = [np.full(3, 4.0, np.float32)]
@@ -204,7 +204,7 @@ def test_that_warning_as_an_error_comes_before_anything_is_touched() -> None:
     assert (optimizer.grads[0].tolist(), optimizer.steps) == ([1.0] * 3, 1)
 
 
-def test_the_norm_of_clipping_is_judged_beside_the_loss() -> None:
+def test_the_norm_of_clipping_is_judged_beside_the_loss():
     scaler, optimizer = trained(0, policy=ONE, skip=gradscale.SkipSpikes(window=8, min_values=4))
     for gradient, reason in [(1.0, "stepped")] * 5 + [(2.0, "spike"), (1.0, "stepped")]:
         assert iterate(scaler, optimizer, 1.0, gradient, max_norm=100.0).reason == reason
@@ -212,7 +212,7 @@ def test_the_norm_of_clipping_is_judged_beside_the_loss() -> None:
     assert iterate(scaler, optimizer, 1.0, 2.0).reason == "stepped"
 
 
-def test_each_optimizer_has_a_window_of_its_own() -> None:
+def test_each_optimizer_has_a_window_of_its_own():
     scaler, critic = trained(policy=ONE)
     generator = Optimizer()
     for _ in range(6):
@@ -227,7 +227,7 @@ def test_each_optimizer_has_a_window_of_its_own() -> None:
     assert [window["loss"]["values"][-1] for window in scaler.state_dict()["spikes"]] == [1.0, 100.0]
 
 
-def test_so_many_optimizers_that_none_is_ever_judged_are_told_of() -> None:
+def test_so_many_optimizers_that_none_is_ever_judged_are_told_of():
     scaler, kept = gradscale.GradScaler(skip=RULE), [Optimizer() for _ in range(65)]
     for optimizer in kept[:-1]:
         iterate(scaler, optimizer, 1.0)
@@ -235,7 +235,7 @@ def test_so_many_optimizers_that_none_is_ever_judged_are_told_of() -> None:
         iterate(scaler, kept[-1], 1.0)
 
 
-def test_a_window_in_a_state_dict_is_a_copy() -> None:
+def test_a_window_in_a_state_dict_is_a_copy():
     scaler, _ = trained()
     other = gradscale.GradScaler(skip=RULE)
     other.load_state_dict(saved := scaler.state_dict())
@@ -243,11 +243,11 @@ def test_a_window_in_a_state_dict_is_a_copy() -> None:
     assert other.state_dict()["spikes"] == saved["spikes"]
 
 
-def test_a_closure_that_failed_is_judged_by_its_first_evaluation_when_it_is_tried_again() -> None:
+def test_a_closure_that_failed_is_judged_by_its_first_evaluation_when_it_is_tried_again():
     scaler, optimizer = trained(policy=ONE)
     losses = iter([1.0, None, 9.0])
 
-    def closure() -> None:
+    def closure():
         loss = next(losses)
         if loss is None:
             raise MemoryError
@@ -260,11 +260,11 @@ def test_a_closure_that_failed_is_judged_by_its_first_evaluation_when_it_is_trie
     assert scaler.last_step(optimizer).reason == "spike"
 
 
-def test_the_loss_of_an_evaluation_that_failed_is_not_judged() -> None:
+def test_the_loss_of_an_evaluation_that_failed_is_not_judged():
     scaler, optimizer = trained(policy=ONE)
     losses = iter([9.0, 1.0, 1.0, 1.0])
 
-    def closure() -> None:
+    def closure():
         scaler.scale(np.float32(loss := next(losses)))
         if loss == 9.0:
             raise MemoryError
@@ -277,12 +277,12 @@ def test_the_loss_of_an_evaluation_that_failed_is_not_judged() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_refusing_a_later_evaluation_of_a_closure_is_an_error_on_every_rank(size: int) -> None:
-    def train(group: Any) -> tuple[str, int]:
+def test_refusing_a_later_evaluation_of_a_closure_is_an_error_on_every_rank(size: int):
+    def train(group) -> tuple[str, int]:
         optimizer, calls = Optimizer(), []
         scaler = gradscale.ShardedGradScaler(group=group, policy=ONE) if size > 1 else gradscale.GradScaler(policy=ONE)
 
-        def closure() -> None:
+        def closure():
             calls.append(1)
             if len(calls) == 2 and group.rank == size - 1:
                 scaler.refuse(optimizer)
@@ -296,12 +296,12 @@ def test_refusing_a_later_evaluation_of_a_closure_is_an_error_on_every_rank(size
     assert gradscale.testing.run_ranks(size, train) == [("raised", 0)] * size
 
 
-def test_a_closure_may_refuse_after_an_evaluation_that_overflowed() -> None:
-    def train(group: Any) -> tuple[str, int]:
+def test_a_closure_may_refuse_after_an_evaluation_that_overflowed():
+    def train(group) -> tuple[str, int]:
         optimizer, calls = Optimizer(), []
         scaler = gradscale.ShardedGradScaler(group=group, init_scale=1024.0)
 
-        def closure() -> None:
+        def closure():
             calls.append(1)
             if len(calls) == 2 and group.rank == 1:
                 scaler.refuse(optimizer)
@@ -314,7 +314,7 @@ def test_a_closure_may_refuse_after_an_evaluation_that_overflowed() -> None:
     assert gradscale.testing.run_ranks(2, train) == [("refused", 0)] * 2
 
 
-def test_a_refusal_is_of_an_optimizer_that_is_stepped_afterwards() -> None:
+def test_a_refusal_is_of_an_optimizer_that_is_stepped_afterwards():
     scaler, optimizer = trained()
     for wrong in ("adam", object()):
         with pytest.raises(gradscale.InvalidTypeError, match=r"an optimizer must have step\(\)"):
@@ -336,10 +336,10 @@ def test_a_refusal_is_of_an_optimizer_that_is_stepped_afterwards() -> None:
     scaler.load_state_dict(scaler.state_dict())
 
 
-def test_an_update_that_was_interrupted_learns_and_counts_nothing_twice() -> None:
+def test_an_update_that_was_interrupted_learns_and_counts_nothing_twice():
     @dataclasses.dataclass(frozen=True)
     class Interrupted(gradscale.SkipSpikes):
-        def learn(self, state: Any, value: Any, *, skipped: Any) -> Any:
+        def learn(self, state, value, *, skipped):
             if interrupts.pop():
                 raise KeyboardInterrupt
             return super().learn(state, value, skipped=skipped)
@@ -358,7 +358,7 @@ def test_an_update_that_was_interrupted_learns_and_counts_nothing_twice() -> Non
     assert saved["_growth_tracker"] == 1
 
 
-def test_a_closure_is_judged_by_its_first_evaluation() -> None:
+def test_a_closure_is_judged_by_its_first_evaluation():
     scaler, optimizer = trained(policy=ONE)
     losses = iter([1.0, 50.0, 50.0, 9.0, 1.0, 1.0])
 
@@ -380,7 +380,7 @@ def losses(steps: int = 60) -> list[float]:
 
 
 @pytest.mark.parametrize("road", ["state_dict", "json", "pickle", "deepcopy"])
-def test_a_resumed_run_decides_bit_for_bit_alike(road: str) -> None:
+def test_a_resumed_run_decides_bit_for_bit_alike(road: str):
     settings: dict[str, Any] = {"skip": gradscale.SkipSpikes(window=16, deviations=2.0), "policy": ONE}
     scaler, optimizer = trained(0, **settings)
     for loss in losses():
@@ -407,7 +407,7 @@ def loaded(scaler: gradscale.GradScaler) -> gradscale.GradScaler:
 @pytest.mark.parametrize(
     "road", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler)), loaded], ids=["copy", "pickle", "load"]
 )
-def test_a_loss_that_was_scaled_before_a_copy_or_a_load_is_judged(road: Any) -> None:
+def test_a_loss_that_was_scaled_before_a_copy_or_a_load_is_judged(road):
     scaler, optimizer = trained(policy=ONE)
     scaler.scale(np.float32(9.0))
     other = road(scaler)
@@ -429,7 +429,7 @@ def test_a_loss_that_was_scaled_before_a_copy_or_a_load_is_judged(road: Any) -> 
         pytest.param([{"loss": {"values": [1.0]}}], r"'skipped'\] must be", id="missing"),
     ],
 )
-def test_bad_windows_in_a_state_dict_change_nothing(spikes: Any, message: str) -> None:
+def test_bad_windows_in_a_state_dict_change_nothing(spikes, message: str):
     scaler, _ = trained()
     before = scaler.state_dict()
     with pytest.raises(gradscale.StateDictError, match=message):
@@ -437,7 +437,7 @@ def test_bad_windows_in_a_state_dict_change_nothing(spikes: Any, message: str) -
     assert scaler.state_dict() == before
 
 
-def test_a_state_dict_without_windows_begins_new_ones() -> None:
+def test_a_state_dict_without_windows_begins_new_ones():
     scaler, optimizer = trained()
     without = {name: value for name, value in scaler.state_dict().items() if name != "spikes"}
     scaler.load_state_dict(without)
@@ -445,16 +445,14 @@ def test_a_state_dict_without_windows_begins_new_ones() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
-def test_a_loss_that_is_not_finite_skips_nothing_before_there_are_values_and_an_overflow_comes_first(
-    value: float,
-) -> None:
+def test_a_loss_that_is_not_finite_skips_nothing_before_there_are_values_and_an_overflow_comes_first(value: float):
     scaler, optimizer = gradscale.GradScaler(init_scale=4.0, skip=gradscale.SkipSpikes(window=4)), Optimizer()
     reasons = [iterate(scaler, optimizer, loss).reason for loss in (1.0, value, 1.0, value)]
     assert reasons == ["stepped", "stepped", "stepped", "spike"]
     assert (iterate(scaler, optimizer, value, value).reason, scaler.get_scale()) == ("overflow", 2.0)
 
 
-def test_saved_windows_of_losses_are_not_taken_for_those_of_norms() -> None:
+def test_saved_windows_of_losses_are_not_taken_for_those_of_norms():
     saved = trained(policy=ONE, skip=gradscale.SkipSpikes(window=8, of="loss"))[0].state_dict()
     scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=gradscale.SkipSpikes(window=8, of="norm")), Optimizer()
     scaler.load_state_dict(saved)
@@ -464,7 +462,7 @@ def test_saved_windows_of_losses_are_not_taken_for_those_of_norms() -> None:
     assert len(window["norm"]["values"]) == 1
 
 
-def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values() -> None:
+def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values():
     saved = trained(policy=ONE)[0].state_dict()
     saved["spikes"][0]["loss"]["values"] = [1.0, 2.0, 3.0, 4.0, 5.0]
     scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=gradscale.SkipSpikes(window=4, of="loss")), Optimizer()
@@ -473,7 +471,7 @@ def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values() -> None:
     assert scaler.state_dict()["spikes"][0]["loss"]["values"] == [3.0, 4.0, 5.0, 6.0]
 
 
-def test_what_is_unscaled_and_not_stepped_is_not_learned() -> None:
+def test_what_is_unscaled_and_not_stepped_is_not_learned():
     scaler, optimizer = trained(policy=ONE, skip=gradscale.SkipSpikes(window=8))
     other = Optimizer()
     for value, skips in ((50.0, []), (2.0, [other])):
@@ -488,7 +486,7 @@ def test_what_is_unscaled_and_not_stepped_is_not_learned() -> None:
     assert windows == [{"loss": [1.0] * 5, "norm": []}, {"loss": [2.0], "norm": [2.0]}]
 
 
-def test_a_spike_counts_whether_its_step_is_called_or_left_out_and_a_scale_is_set() -> None:
+def test_a_spike_counts_whether_its_step_is_called_or_left_out_and_a_scale_is_set():
     counts = []
     for is_called, new_scale in ((True, None), (False, None), (True, 1.0)):
         scaler, optimizer = trained(policy=ONE)
@@ -503,9 +501,9 @@ def test_a_spike_counts_whether_its_step_is_called_or_left_out_and_a_scale_is_se
     assert counts == [[{"loss": {"values": [1.0] * 5, "skipped": 2}}]] * 3
 
 
-def test_refusing_while_a_step_is_under_way_is_an_error_and_changes_nothing() -> None:
+def test_refusing_while_a_step_is_under_way_is_an_error_and_changes_nothing():
     class Refusing(Optimizer):
-        def step(self, closure: Any = None) -> str:
+        def step(self, closure=None) -> str:
             with pytest.raises(gradscale.CallOrderError, match=r"refuse\(\) was called while another call"):
                 scaler.refuse(self)
             return super().step(closure)
@@ -517,9 +515,9 @@ def test_refusing_while_a_step_is_under_way_is_an_error_and_changes_nothing() ->
     assert (optimizer.steps, saved["_growth_tracker"], saved["spikes"][0]["loss"]["values"]) == (3, 3, [1.0] * 3)
 
 
-def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle() -> None:
+def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle():
     class Cyclic(Optimizer):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.owner = self
 
@@ -534,12 +532,12 @@ def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle(
     assert len(scaler.state_dict()["spikes"]) == 1
 
 
-def test_what_is_no_rule_is_refused() -> None:
+def test_what_is_no_rule_is_refused():
     with pytest.raises(gradscale.InvalidTypeError, match="skip must be a SkipSpikes"):
         gradscale.GradScaler(skip="spikes")  # type: ignore[arg-type]
 
 
-def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow(caplog: Any, tmp_path: Any) -> None:
+def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow(caplog, tmp_path):
     log = gradscale.callbacks.JSONLines(tmp_path / "scale.jsonl")
     skipped: list[Any] = []
     scaler, optimizer = trained(
@@ -569,7 +567,7 @@ class Declining(Optimizer):
 
     answer: Any = None
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         if self.answer is None:
             return super().step(closure)
         if closure is not None:
@@ -577,7 +575,7 @@ class Declining(Optimizer):
         return self.answer
 
 
-def declining(answer: Any, **settings: Any) -> tuple[gradscale.GradScaler, Declining]:
+def declining(answer, **settings) -> tuple[gradscale.GradScaler, Declining]:
     """Return a scaler and an optimizer that has made two steps, and declines the next one."""
     scaler, optimizer = gradscale.GradScaler(init_scale=4.0, growth_interval=3, **settings), Declining()
     for _ in range(2):
@@ -587,7 +585,7 @@ def declining(answer: Any, **settings: Any) -> tuple[gradscale.GradScaler, Decli
 
 
 @pytest.mark.parametrize("answer", [gradscale.NOT_STEPPED, (False, None, None)], ids=str)
-def test_a_step_that_the_optimizer_itself_does_not_make_counts_as_refused_and_moves_nothing(answer: Any) -> None:
+def test_a_step_that_the_optimizer_itself_does_not_make_counts_as_refused_and_moves_nothing(answer):
     told: list[gradscale.StepReport] = []
     scaler, optimizer = declining(answer, skip=RULE, on_skip=told.append)
     before = scaler.state_dict()
@@ -607,15 +605,15 @@ def test_a_step_that_the_optimizer_itself_does_not_make_counts_as_refused_and_mo
 @pytest.mark.parametrize(
     "answer", [False, 0.0, (), (0, None), (True, None, None), (np.zeros(2),), [False], "no"], ids=str
 )
-def test_other_answers_of_an_optimizer_say_nothing(answer: Any) -> None:
+def test_other_answers_of_an_optimizer_say_nothing(answer):
     scaler, optimizer = declining(answer)
     assert (iterate(scaler, optimizer, 1.0).reason, scaler.get_scale()) == ("stepped", 8.0)
 
 
-def test_an_optimizer_that_declines_after_its_closure_has_refused_the_step() -> None:
+def test_an_optimizer_that_declines_after_its_closure_has_refused_the_step():
     scaler, optimizer = declining(gradscale.NOT_STEPPED)
 
-    def closure() -> None:
+    def closure():
         scaler.scale(np.float32(1.0))
         optimizer.grads = [np.full(3, 4.0, np.float32)]
 
@@ -624,7 +622,7 @@ def test_an_optimizer_that_declines_after_its_closure_has_refused_the_step() -> 
     assert (scaler.last_step(optimizer).reason, scaler.get_scale()) == ("refused", 4.0)
 
 
-def test_an_overflow_of_another_optimizer_still_lowers_the_scale() -> None:
+def test_an_overflow_of_another_optimizer_still_lowers_the_scale():
     scaler, optimizer = declining(gradscale.NOT_STEPPED)
     scaler.scale(np.float32(1.0))
     other = Optimizer()
@@ -635,14 +633,14 @@ def test_an_overflow_of_another_optimizer_still_lowers_the_scale() -> None:
     assert (scaler.get_scale(), scaler.counts()["refused"], scaler.counts()["overflow"]) == (2.0, 1, 1)
 
 
-def test_a_run_of_steps_that_the_optimizer_refuses_is_told_of() -> None:
+def test_a_run_of_steps_that_the_optimizer_refuses_is_told_of():
     scaler, optimizer = declining(gradscale.NOT_STEPPED, give_up_after=2)
     iterate(scaler, optimizer, 1.0)
     with pytest.raises(gradscale.TrainingStalledError, match=r"2 for a refusal.*or the optimizer refuses it by itself"):
         iterate(scaler, optimizer, 1.0)
 
 
-def test_not_stepped_is_one_object_in_copies_and_pickles() -> None:
+def test_not_stepped_is_one_object_in_copies_and_pickles():
     one = gradscale.NOT_STEPPED
     assert all(other is one for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))))
     assert (repr(one), str(one)) == ("gradscale.NOT_STEPPED",) * 2

@@ -25,7 +25,7 @@ def update(
     return UpdateReport(iteration, scale, skipped, rank, (step,), scale if new_scale is None else new_scale)
 
 
-def test_a_resumed_run_appends_its_rows_and_each_is_there_at_once(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_its_rows_and_each_is_there_at_once(tmp_path: Path):
     path = tmp_path / "log.jsonl"
     for first in (1, 3):
         with JSONLines(path) as log:
@@ -36,7 +36,7 @@ def test_a_resumed_run_appends_its_rows_and_each_is_there_at_once(tmp_path: Path
     assert path.read_text().count("iteration") == 4
 
 
-def test_a_row_that_a_crash_has_cut_does_not_spoil_the_next_and_beginning_anew_waits_for_it(tmp_path: Path) -> None:
+def test_a_row_that_a_crash_has_cut_does_not_spoil_the_next_and_beginning_anew_waits_for_it(tmp_path: Path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"iteration": 1, "sca')
     with JSONLines(path) as log:
@@ -50,14 +50,14 @@ def test_a_row_that_a_crash_has_cut_does_not_spoil_the_next_and_beginning_anew_w
 
 
 @pytest.mark.parametrize("text", ['{"cut', "[" * 100_000, "1" * 200_000, "{}\nmagnitude"], ids=lambda text: text[-3:])
-def test_a_line_that_the_parser_gives_up_on_is_named(text: str, tmp_path: Path) -> None:
+def test_a_line_that_the_parser_gives_up_on_is_named(text: str, tmp_path: Path):
     path = tmp_path / "log.jsonl"
     path.write_text(text)
     with pytest.raises(InvalidValueError, match=r"line \d of .*must hold a JSON object, got '"):
         read_log(path)
 
 
-def test_each_rank_has_its_file_and_other_files_and_folders_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_each_rank_has_its_file_and_other_files_and_folders_that_are_not_there_are_refused(tmp_path: Path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(InvalidValueError, match=r"must be a JSON lines log, got .*, which begins with 'a,b'"):
@@ -82,7 +82,7 @@ def test_each_rank_has_its_file_and_other_files_and_folders_that_are_not_there_a
         read_log("a\0b")
 
 
-def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path) -> None:
+def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path):
     with JSONLines(tmp_path / "log.jsonl") as log:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         # No file of this process can grow.
@@ -96,7 +96,7 @@ def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path) -> None:
     assert [row["iteration"] for row in read_log(tmp_path / "log.jsonl")] == [2]
 
 
-def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
     log = LogUpdates(summary_every=4)
     skipped = update(2, 8.0, 4.0, skipped=True)
@@ -118,7 +118,7 @@ def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog
 @pytest.mark.numpy
 def test_skips_are_told_and_written_with_the_worst_parameters_and_the_cause(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+):
     caplog.set_level(logging.INFO)
     log, path = LogUpdates(), tmp_path / "log.jsonl"
     with JSONLines(path) as lines:
@@ -140,12 +140,12 @@ def test_skips_are_told_and_written_with_the_worst_parameters_and_the_cause(
     assert told == [("['b']", "scale", 1, 2.0**-14), ("['a']", "scale", 4, None), ("['b']", "model", 2, 2.0**-12)]
 
 
-def test_tensorboard_gets_scalars_by_iteration() -> None:
+def test_tensorboard_gets_scalars_by_iteration():
     class Writer:
-        def __init__(self) -> None:
+        def __init__(self):
             self.scalars: dict[tuple[str, int], float] = {}
 
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
+        def add_scalar(self, tag: str, value: float, step: int):
             self.scalars[tag, step] = value
 
     writer = Writer()

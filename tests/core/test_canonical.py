@@ -22,7 +22,7 @@ from gradscale.testing import run_ranks
 pytestmark = pytest.mark.numpy
 
 
-def test_settings_are_told_apart_and_equal_ones_are_not() -> None:
+def test_settings_are_told_apart_and_equal_ones_are_not():
     once, again = ({name: identify(made(setting)) for name, setting in by_name().items()} for _ in range(2))
     assert once == again
     assert len(set(once.values())) == len(once), once
@@ -30,8 +30,8 @@ def test_settings_are_told_apart_and_equal_ones_are_not() -> None:
     assert identify(gradscale.DynamicScale()) != identify(gradscale.StaticScale())
 
 
-def test_neither_the_hash_seed_nor_addresses_make_a_difference() -> None:
-    def printed(seed: str) -> Any:
+def test_neither_the_hash_seed_nor_addresses_make_a_difference():
+    def printed(seed: str):
         command, environment = [sys.executable, str(policies.__file__), seed], os.environ | {"PYTHONHASHSEED": seed}
         return ast.literal_eval(subprocess.check_output(command, env=environment, text=True))
 
@@ -40,7 +40,7 @@ def test_neither_the_hash_seed_nor_addresses_make_a_difference() -> None:
     assert first.keys() == by_name().keys()
 
 
-def test_settings_that_compare_equal_are_no_difference() -> None:
+def test_settings_that_compare_equal_are_no_difference():
     halves, twos = (0.5, np.float32(0.5), Fraction(1, 2)), (2, 2.0, 2 + 0j, np.int64(2))
     for equal in (halves, twos, (1, True), (0.0, -0.0)):
         assert len(set(equal)) == 1
@@ -51,11 +51,11 @@ TUPLES = [(1, 23), (12, 3), ("1", 23), ((1, 23),), (1, (23,)), ("ab", "c"), ("a"
 
 
 @pytest.mark.parametrize("one", TUPLES)
-def test_no_two_tuples_run_together(one: Any) -> None:
+def test_no_two_tuples_run_together(one):
     assert [other for other in TUPLES if identify(made(other)) == identify(made(one))] == [one]
 
 
-def endless() -> Any:
+def endless():
     """Return a setting that holds itself."""
     found = policies.Schedule()
     object.__setattr__(found, "kind", (found,))
@@ -82,7 +82,7 @@ class Changeable:
         pytest.param(endless(), r"holds itself", id="endless"),
     ],
 )
-def test_what_has_no_value_in_another_process_is_refused_by_its_name(setting: Any, named: str) -> None:
+def test_what_has_no_value_in_another_process_is_refused_by_its_name(setting, named: str):
     with pytest.raises(gradscale.InvalidTypeError, match=named):
         identify(made(setting))
 

@@ -29,22 +29,22 @@ class Namespace:
 
     __name__ = "crippled"
 
-    def __init__(self, xp: Any, without: str = "", **replaced: Any) -> None:
+    def __init__(self, xp, without: str = "", **replaced):
         self._xp, self._without = xp, without
         vars(self).update(replaced)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         if name == self._without:
             raise AttributeError(name)
         return getattr(self._xp, name)
 
 
 @pytest.fixture
-def cripple(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def cripple(strict: Library, monkeypatch: pytest.MonkeyPatch):
     """Return a function that takes something away from array-api-strict, or replaces it, and returns an array."""
     x = strict.asarray([1.0, 2.0])
 
-    def crippled(without: str = "", **replaced: Any) -> Any:
+    def crippled(without: str = "", **replaced):
         namespace = Namespace(strict.xp, without, **replaced)
         monkeypatch.setattr(type(x), "__array_namespace__", lambda _self, **_options: namespace)
         return x
@@ -53,7 +53,7 @@ def cripple(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
 
 
 @pytest.fixture(autouse=True)
-def _registry_forgets() -> Any:
+def _registry_forgets():
     """Make the registry look at each library anew."""
     registry.refresh()
     yield
@@ -61,14 +61,14 @@ def _registry_forgets() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_the_pure_core_of_every_library_passes(arrays: Library) -> None:
+def test_the_pure_core_of_every_library_passes(arrays: Library):
     check_library(arrays.asarray([1.0, 2.0]))
     with pytest.raises(InvalidTypeError, match=r"like must be an array.*got 'text'"):
         check_library("text")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *DTYPES])
-def test_each_function_and_dtype_that_is_missing_is_named(cripple: Callable[..., Any], name: str) -> None:
+def test_each_function_and_dtype_that_is_missing_is_named(cripple: Callable[..., Any], name: str):
     x = cripple(name)
     with pytest.raises(BackendNotAvailableError, match=rf"crippled lacks.*\b{name} missing.*write an adapter"):
         check_library(x)
@@ -81,7 +81,7 @@ def test_each_function_and_dtype_that_is_missing_is_named(cripple: Callable[...,
 
 @pytest.mark.parametrize("version", ["2021.12", "2022.12"])
 @pytest.mark.filterwarnings("ignore:The 2021.12 version")
-def test_a_library_of_an_older_standard_is_told_which_one_it_needs(strict: Library, version: str) -> None:
+def test_a_library_of_an_older_standard_is_told_which_one_it_needs(strict: Library, version: str):
     x = strict.asarray([1.0, 2.0])
     told = r"lacks what .* standard of 2023\.12 or newer, got functions __array_namespace_info__ missing"
     with strict.xp.ArrayAPIStrictFlags(api_version=version):
@@ -91,21 +91,21 @@ def test_a_library_of_an_older_standard_is_told_which_one_it_needs(strict: Libra
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_each_member_that_is_missing_is_named(strict: Library, name: str) -> None:
+def test_each_member_that_is_missing_is_named(strict: Library, name: str):
     had = dict.fromkeys({*arithmetic.STANDARD_MEMBERS} - COMPARISONS - {name}, ())
     kind = type("Array", (), {**had, "__array_namespace__": lambda _self, **_options: strict.xp})
     assert arithmetic.lacks(kind()) == {"members of arrays": [name]}
 
 
-def test_arrays_are_made_on_a_device_only_if_their_library_knows_of_devices(strict: Library) -> None:
+def test_arrays_are_made_on_a_device_only_if_their_library_knows_of_devices(strict: Library):
     away = strict.xp.Device("device1")
     x = strict.asarray(1.0, device=away)
     assert strict.asarray(2.0, **on(device(x))).device == away
     assert (device(object()), on(device(object()))) == (None, {})
 
 
-def test_a_function_that_does_not_take_what_the_core_gives_is_named(cripple: Callable[..., Any]) -> None:
-    def stack(_arrays: Any) -> Any:
+def test_a_function_that_does_not_take_what_the_core_gives_is_named(cripple: Callable[..., Any]):
+    def stack(_arrays):
         msg = "only twins can be stacked"
         raise ValueError(msg)
 
@@ -128,12 +128,12 @@ WRONG = {
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_answer_is_found(strict: Library, cripple: Callable[..., Any], name: str) -> None:
+def test_a_wrong_answer_is_found(strict: Library, cripple: Callable[..., Any], name: str):
     with pytest.raises(AssertionError, match="must be"):
         check_library(cripple(**{name: getattr(strict.xp, WRONG[name], lambda x: x)}))
 
 
-def test_libraries_are_called_as_people_write_them() -> None:
+def test_libraries_are_called_as_people_write_them():
     names = {"array_api_compat.numpy": "numpy", "jax.numpy": "jax", "torch": "torch"}
     names["array_api_compat.dask.array"] = "dask"
     assert {name: arithmetic.library_name(types.SimpleNamespace(__name__=name)) for name in names} == names

@@ -43,18 +43,18 @@ SEQUENCE = [1.0, math.nan, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0]
 
 
 @pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> Any:
+def policy(request: pytest.FixtureRequest):
     """Return a policy of each kind."""
     return POLICIES[request.param]
 
 
-def run(arrays: Library, scaler: GradScaler, values: list[float]) -> list[Any]:
+def run(arrays: Library, scaler: GradScaler, values: list[float]):
     """Return the report and the state after each iteration."""
     optimizer = Tree()
     return [(iterate(arrays, scaler, optimizer, [value]), scaler.state_dict()) for value in values]
 
 
-def loaded(saved: Any) -> GradScaler:
+def loaded(saved) -> GradScaler:
     """Return a scaler of other settings that has loaded a state dict."""
     scaler = GradScaler(policy=DynamicScale(init_scale=3.0, growth_interval=11))
     scaler.load_state_dict(saved)
@@ -70,7 +70,7 @@ ROADS: dict[str, Callable[[GradScaler], GradScaler]] = {
 }
 
 
-def test_a_run_goes_on_exactly_from_any_iteration(arrays: Library, policy: Any) -> None:
+def test_a_run_goes_on_exactly_from_any_iteration(arrays: Library, policy):
     straight = run(arrays, GradScaler(policy=policy), SEQUENCE)
     first, live = GradScaler(policy=policy), GradScaler()
     run(arrays, live, SEQUENCE[:3])
@@ -90,7 +90,7 @@ def test_a_run_goes_on_exactly_from_any_iteration(arrays: Library, policy: Any) 
 FACTORS = ["scale", "growth_factor", "backoff_factor", "growth_interval"]
 
 
-def test_the_keys_and_plain_types_of_a_state_dict(arrays: Library, policy: Any) -> None:
+def test_the_keys_and_plain_types_of_a_state_dict(arrays: Library, policy):
     scaler = GradScaler(policy=policy)
     run(arrays, scaler, SEQUENCE)
     saved = scaler.state_dict()
@@ -110,7 +110,7 @@ def test_the_keys_and_plain_types_of_a_state_dict(arrays: Library, policy: Any) 
 TORCH = {"scale": 1024.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 5}
 
 
-def test_the_five_keys_of_torch_are_enough(arrays: Library) -> None:
+def test_the_five_keys_of_torch_are_enough(arrays: Library):
     scaler = GradScaler(policy=DynamicScale(min_scale=2.0, hysteresis=2))
     scaler.load_state_dict(TORCH)
     expected = DynamicScale(growth_factor=3.0, backoff_factor=0.25, growth_interval=7, min_scale=2.0, hysteresis=2)
@@ -120,7 +120,7 @@ def test_the_five_keys_of_torch_are_enough(arrays: Library) -> None:
 
 
 @pytest.mark.parametrize("form", [np.asarray, np.float64], ids=["0-d arrays", "numpy scalars"])
-def test_what_checkpoint_formats_make_of_it_loads(form: Any) -> None:
+def test_what_checkpoint_formats_make_of_it_loads(form):
     integers = ("growth_interval", "_growth_tracker")
     saved = {name: np.int32(value) if name in integers else form(value) for name, value in TORCH.items()}
     scaler = GradScaler()
@@ -129,13 +129,13 @@ def test_what_checkpoint_formats_make_of_it_loads(form: Any) -> None:
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(1.0, 4.0), (2.0**30, 256.0), (64.0, 64.0)])
-def test_a_scale_outside_of_the_bounds_is_moved_to_the_nearer(scale: float, expected: float) -> None:
+def test_a_scale_outside_of_the_bounds_is_moved_to_the_nearer(scale: float, expected: float):
     scaler = GradScaler(policy=DynamicScale(init_scale=8.0, min_scale=4.0, max_scale=256.0))
     scaler.load_state_dict(TORCH | {"scale": scale})
     assert scaler.get_scale() == expected
 
 
-def test_a_static_scale_and_torchs_factors() -> None:
+def test_a_static_scale_and_torchs_factors():
     scaler = GradScaler(policy=StaticScale(8.0))
     scaler.load_state_dict(TORCH)
     assert scaler.get_scale() == 1024.0
@@ -190,7 +190,7 @@ for _keys, _values in (
 
 
 @pytest.mark.parametrize(("given", "said"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_state_dict_is_refused_and_changes_nothing(given: Any, said: str) -> None:
+def test_a_broken_state_dict_is_refused_and_changes_nothing(given, said: str):
     with_state, without = GradScaler(growth_interval=3), GradScaler(growth_interval=3)
     with_state.scale(np.float32(1.0))
     for scaler in (with_state, without):
@@ -201,7 +201,7 @@ def test_a_broken_state_dict_is_refused_and_changes_nothing(given: Any, said: st
         assert scaler.state_dict() == before
 
 
-def test_an_edited_factor_wins_over_the_saved_policy_and_the_scalers_own_policy_serves_without_one() -> None:
+def test_an_edited_factor_wins_over_the_saved_policy_and_the_scalers_own_policy_serves_without_one():
     scaler = GradScaler(policy=DynamicScale(hysteresis=2, growth_interval=5))
     scaler.load_state_dict(scaler.state_dict() | {"growth_interval": 500})
     saved = scaler.state_dict()
@@ -213,7 +213,7 @@ def test_an_edited_factor_wins_over_the_saved_policy_and_the_scalers_own_policy_
     assert (policy["hysteresis"], policy["min_scale"], other.get_growth_interval()) == (3, 4.0, 500)
 
 
-def test_a_policy_of_the_users_is_never_replaced() -> None:
+def test_a_policy_of_the_users_is_never_replaced():
     class Mine(DynamicScale):
         """A policy of a user's own."""
 
@@ -231,7 +231,7 @@ SAVED = GradScaler(init_scale=1024.0).state_dict()
 SAVED_BEFORE_GROWTH = GradScaler(init_scale=1024.0, growth_interval=2).state_dict() | {"_growth_tracker": 1}
 
 
-def test_gradients_scaled_before_a_load_are_divided_by_the_scale_that_made_them(arrays: Library) -> None:
+def test_gradients_scaled_before_a_load_are_divided_by_the_scale_that_made_them(arrays: Library):
     scaler, optimizer = GradScaler(), Tree()
     factor = scaler.scale(arrays.asarray(1.0))
     scaler.load_state_dict(SAVED)
@@ -245,7 +245,7 @@ def test_gradients_scaled_before_a_load_are_divided_by_the_scale_that_made_them(
 @pytest.mark.parametrize("road", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_a_copy_after_a_load_has_the_loaded_scale_and_no_gradients_of_the_one_before(
     arrays: Library, road: Callable[[GradScaler], GradScaler]
-) -> None:
+):
     scaler, optimizer = GradScaler(), Tree()
     factor = scaler.scale(arrays.asarray(1.0))
     scaler.load_state_dict(SAVED)
@@ -260,7 +260,7 @@ def test_a_copy_after_a_load_has_the_loaded_scale_and_no_gradients_of_the_one_be
 
 
 @pytest.mark.parametrize("before", ["scale", "unscale_", "step", "refuse"])
-def test_a_load_begins_the_iteration_anew_at_any_time(arrays: Library, before: str) -> None:
+def test_a_load_begins_the_iteration_anew_at_any_time(arrays: Library, before: str):
     scaler, optimizer = GradScaler(growth_interval=1), Tree()
     optimizer.grads = [scaler.scale(arrays.asarray([5.0]))]
     if before != "scale":
@@ -281,7 +281,7 @@ def test_a_load_begins_the_iteration_anew_at_any_time(arrays: Library, before: s
     assert scaler.state_dict()["iteration"] == SAVED["iteration"] + 1
 
 
-def test_the_loss_of_an_iteration_that_a_load_ends_is_not_judged(arrays: Library) -> None:
+def test_the_loss_of_an_iteration_that_a_load_ends_is_not_judged(arrays: Library):
     def ended(value: float) -> str:
         optimizer.grads = [scaler.scale(arrays.asarray(value)) * arrays.asarray([1.0])]
         scaler.step(optimizer)
@@ -298,7 +298,7 @@ def test_the_loss_of_an_iteration_that_a_load_ends_is_not_judged(arrays: Library
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize("value", [0.0, 4.0])
-def test_a_step_after_a_load_and_before_any_scale(arrays: Library, value: float, is_used: bool) -> None:
+def test_a_step_after_a_load_and_before_any_scale(arrays: Library, value: float, is_used: bool):
     scaler, optimizer = GradScaler(growth_interval=2), Tree()
     if is_used:
         iterate(arrays, scaler, optimizer)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ def maximum(messages: list[list[int]]) -> list[int]:
 
 
 @given(state=STATES, found=st.lists(st.tuples(st.integers(0, 2**31 - 1), CODES), min_size=1, max_size=8))
-def test_ranks_that_hold_the_same_learn_the_greatest_count_and_code(state: Any, found: list[tuple[int, int]]) -> None:
+def test_ranks_that_hold_the_same_learn_the_greatest_count_and_code(state, found: list[tuple[int, int]]):
     sent = [claims.of_numbers(state, WORDS, count, code=code) for count, code in found]
     sent.append(claims.of_numbers(state, WORDS, presence=claims.Presence.NONE))
     agreed = maximum(sent)
@@ -50,7 +49,7 @@ def test_ranks_that_hold_the_same_learn_the_greatest_count_and_code(state: Any, 
 
 
 @given(data=st.data(), state=STATES, size=st.integers(2, 8))
-def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, state: ScaleState, size: int) -> None:
+def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, state: ScaleState, size: int):
     field = data.draw(st.sampled_from([*ScaleState._fields, "claim"]))
     other, words = state, WORDS
     if field == "claim":
@@ -74,7 +73,7 @@ def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, stat
 )
 def test_norms_of_the_same_gradients_are_close_on_all_ranks(
     size: int, rank: int, norm: float, factor: float, count: int
-) -> None:
+):
     state = ScaleState(4.0, 0, 0, 0)
     odd = rank % size
     sent = [
@@ -89,7 +88,7 @@ def test_norms_of_the_same_gradients_are_close_on_all_ranks(
         assert ("average them before unscale_()" in str(claims.spread_of(agreed, own))) == (not is_close)
 
 
-def test_no_two_claims_are_taken_for_one() -> None:
+def test_no_two_claims_are_taken_for_one():
     base = Claim(Call.STEP, kind="SGD")
     others = [base._replace(call=call) for call in Call]
     others += [base._replace(**{name: number}) for name in Claim._fields[1:8] for number in range(1, 500)]
@@ -103,7 +102,7 @@ def test_no_two_claims_are_taken_for_one() -> None:
 class Step:
     """A rank with two optimizers, and a scale of its own."""
 
-    def __init__(self, group: Any, scale: float) -> None:
+    def __init__(self, group, scale: float):
         self.scaler = ShardedGradScaler(group=group, init_scale=scale, timeout=5.0)
         self.one, self.other = Tree(), Tree()
         self.scaler.scale(np.float32(1.0))
@@ -115,14 +114,14 @@ TOLD = "scale: 4.0 on rank 0 | 8.0 on rank 1, 2"
 
 
 @pytest.mark.parametrize("early", [0, 1, 2])
-def test_ranks_that_have_sent_more_by_then_are_told_the_same(early: int) -> None:
+def test_ranks_that_have_sent_more_by_then_are_told_the_same(early: int):
     """One rank reads the first answer before it sends the second message, and others after three."""
 
     def rank(group: ThreadCollectives) -> str:
         step = Step(group, 4.0 if group.rank == 0 else 8.0)
         third = Tree([np.ones(3, np.float32)])
 
-        def iterate() -> None:
+        def iterate():
             step.scaler.unscale_(step.one)
             if group.rank != early:
                 step.scaler.unscale_(step.other)
@@ -137,8 +136,8 @@ def test_ranks_that_have_sent_more_by_then_are_told_the_same(early: int) -> None
     assert run_ranks(3, rank) == [TOLD] * 3
 
 
-def test_a_rank_at_another_call_is_told_of_it_too() -> None:
-    def rank(group: ThreadCollectives) -> None:
+def test_a_rank_at_another_call_is_told_of_it_too():
+    def rank(group: ThreadCollectives):
         step = Step(group, 4.0)
         calls = (
             lambda: step.scaler.diagnose(step.one, gather=True),
@@ -153,7 +152,7 @@ def test_a_rank_at_another_call_is_told_of_it_too() -> None:
     run_ranks(3, rank)
 
 
-def test_a_message_that_meets_a_rank_which_tells_its_claim_is_an_error_of_its_own() -> None:
+def test_a_message_that_meets_a_rank_which_tells_its_claim_is_an_error_of_its_own():
     """Of another scaler over the group, which holds the same everywhere."""
 
     def rank(group: ThreadCollectives) -> list[str]:
@@ -175,20 +174,20 @@ def test_a_message_that_meets_a_rank_which_tells_its_claim_is_an_error_of_its_ow
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_rank_that_dies_before_it_tells_its_claim_leaves_the_others_with_their_own(dying: int) -> None:
-    def rank(group: ThreadCollectives) -> None:
+def test_a_rank_that_dies_before_it_tells_its_claim_leaves_the_others_with_their_own(dying: int):
+    def rank(group: ThreadCollectives):
         step = Step(group, 4.0 * (1 + group.rank))
         step.scaler.unscale_(step.one)
         if group.rank == dying:
             raise ZeroDivisionError
         step.scaler.step(step.one)
 
-    ended: Any = run_ranks(2, rank, timeout=0.5, return_exceptions=True)
+    ended = run_ranks(2, rank, timeout=0.5, return_exceptions=True)
     assert type(ended[dying]) is ZeroDivisionError
     assert_unanswered(ended[1 - dying], 4.0 * (2 - dying))
 
 
-def assert_unanswered(error: Exception, scale: float) -> None:
+def assert_unanswered(error: Exception, scale: float):
     """Assert that a rank that tells, and hears nothing, says what it knows: the scales, and its own claim."""
     assert type(error) is gradscale.ScaleDesyncError
     assert f"scale from 4.0 to 8.0 (here {scale}); what this rank holds is call=" in str(error)
@@ -199,14 +198,14 @@ def assert_unanswered(error: Exception, scale: float) -> None:
 class Own:
     """A group of somebody's own, whose waits have no end."""
 
-    def __init__(self, group: ThreadCollectives) -> None:
+    def __init__(self, group: ThreadCollectives):
         self.rank, self.size, self._group = group.rank, group.size, group
 
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
+    def start_max(self, x, /):
         return self._group.start_max(x)
 
 
-def test_a_wait_without_an_end_ends_when_a_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_without_an_end_ends_when_a_rank_tells(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agreement, "_PATIENCE", 0.3)
 
     def rank(group: ThreadCollectives) -> list[Exception]:
@@ -231,8 +230,8 @@ def test_a_wait_without_an_end_ends_when_a_rank_tells(monkeypatch: pytest.Monkey
     assert second is first
 
 
-def test_the_group_of_a_wait_that_ended_waits_for_as_long_as_before() -> None:
-    def rank(group: ThreadCollectives) -> None:
+def test_the_group_of_a_wait_that_ended_waits_for_as_long_as_before():
+    def rank(group: ThreadCollectives):
         with group.within(0.1), pytest.raises(gradscale.CollectiveTimeoutError, match=r"after 0.1 s|0.1 s"):
             group.start_max(np.zeros(1, np.int32))()
         with group.within(60.0), pytest.raises(gradscale.CollectiveTimeoutError, match=r"0.2 s"):
@@ -241,8 +240,8 @@ def test_the_group_of_a_wait_that_ended_waits_for_as_long_as_before() -> None:
     run_ranks(2, lambda group: rank(group) if group.rank else None, timeout=0.2)
 
 
-def test_a_rank_that_cannot_unscale_while_another_tells_its_claim_ends_both() -> None:
-    def rank(group: ThreadCollectives) -> None:
+def test_a_rank_that_cannot_unscale_while_another_tells_its_claim_ends_both():
+    def rank(group: ThreadCollectives):
         step = Step(group, 4.0 * (1 + group.rank))
         step.scaler.unscale_(step.one)
         if group.rank == 0:
@@ -257,7 +256,7 @@ def test_a_rank_that_cannot_unscale_while_another_tells_its_claim_ends_both() ->
 
 
 @pytest.mark.parametrize("size", [2, 64, 256])
-def test_an_error_of_many_ranks_is_as_readable_as_one_of_two(size: int) -> None:
+def test_an_error_of_many_ranks_is_as_readable_as_one_of_two(size: int):
     def rank(group: ThreadCollectives) -> str:
         step = Step(group, 4.0 if group.rank == size - 2 else 8.0)
         with pytest.raises(gradscale.ScaleDesyncError) as caught:
@@ -276,12 +275,12 @@ def test_an_error_of_many_ranks_is_as_readable_as_one_of_two(size: int) -> None:
         assert len(textwrap.wrap(text, 120)) <= 20
 
 
-def told(**values: Any) -> dict[str, Any]:
+def told(**values):
     own = claims.of_numbers(ScaleState(4.0, 0, 0, 0), WORDS)
     return claims.claimed(own, Claim(Call.STEP)._replace(**values), "DynamicScale()")
 
 
-def test_many_ranks_and_values_are_cut() -> None:
+def test_many_ranks_and_values_are_cut():
     text = claims.difference({(rank,): told(optimizer=rank % 10) for rank in range(200)})
     assert text.startswith("optimizer: 0 on rank 0, 10, 20, 30, 40, 50, 60, 70 and 12 others | 1 on rank 1, ")
     assert "7 on rank 7" in text
@@ -289,7 +288,7 @@ def test_many_ranks_and_values_are_cut() -> None:
     assert " | and 2 other values (numbered in the order" in text
 
 
-def test_ranks_that_differ_in_all_they_hold_are_told_so_in_20_lines() -> None:
+def test_ranks_that_differ_in_all_they_hold_are_told_so_in_20_lines():
     fields = [name for name in Claim._fields if name not in ("call", "settings", "kind")]
     each = {
         (rank,): told(**dict.fromkeys(fields, 10**9 + rank), kind=f"named {'a' * 500 + str(rank)!r}")
@@ -302,7 +301,7 @@ def test_ranks_that_differ_in_all_they_hold_are_told_so_in_20_lines() -> None:
     assert text.endswith("; and also iteration, message, optimizer, scaler, group, settings, steps, max_norm, kind")
 
 
-def test_of_settings_the_words_that_differ_are_told() -> None:
+def test_of_settings_the_words_that_differ_are_told():
     texts = (
         "DynamicScale(init_scale=4.0, growth_interval=7), diagnose=False",
         "DynamicScale(init_scale=4.0), diagnose=False",
@@ -313,7 +312,7 @@ def test_of_settings_the_words_that_differ_are_told() -> None:
     assert not claims.difference({(rank,): told() | {"settings": [7, f"<Policy at {rank}>"]} for rank in range(3)})
 
 
-def test_ranks_of_a_grid_are_told_by_their_rank_in_each_group() -> None:
+def test_ranks_of_a_grid_are_told_by_their_rank_in_each_group():
     groups = grid_of_threads()
 
     def rank(collectives: ThreadCollectives) -> str:
@@ -328,7 +327,7 @@ def test_ranks_of_a_grid_are_told_by_their_rank_in_each_group() -> None:
     assert [column in text for text in texts] == [True, False, True, False]
 
 
-def test_what_is_told_over_many_groups_is_cut() -> None:
+def test_what_is_told_over_many_groups_is_cut():
     texts = [f"scale: {row} on rank 0/{row} | 8.0 on rank 1/{row}" for row in range(100)]
     told_of_all = claims.joined(["", texts[0], *texts, ""])
     assert told_of_all.startswith("; ".join(texts[:40]))
@@ -338,7 +337,7 @@ def test_what_is_told_over_many_groups_is_cut() -> None:
     assert not claims.joined([""])
 
 
-def test_values_of_ranks_travel_in_messages_of_the_usual_form() -> None:
+def test_values_of_ranks_travel_in_messages_of_the_usual_form():
     """Of any number and length, and none is lost."""
 
     def rank(group: ThreadCollectives) -> tuple[list[int], list[bytes]]:
@@ -360,7 +359,7 @@ def test_values_of_ranks_travel_in_messages_of_the_usual_form() -> None:
 
 
 @given(data=st.data(), state=STATES, values=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=8, max_size=8))
-def test_a_message_that_carries_values_is_taken_for_no_other(data: Any, state: Any, values: list[int]) -> None:
+def test_a_message_that_carries_values_is_taken_for_no_other(data, state, values: list[int]):
     carrying = claims.carrying(WORDS, values)
     others = [
         claims.of_numbers(state, WORDS),

@@ -20,21 +20,21 @@ from gradscale.testing import run_ranks
 BAD = (math.inf, -math.inf, math.nan)
 
 
-def expected_clip(stored: Sequence[NDArray[Any]], max_norm: float) -> tuple[float, list[NDArray[Any]]]:
+def expected_clip(stored: Sequence[NDArray[Any]], max_norm: float):
     """Return the norm of unscaled arrays and the clipped arrays: the norm in float64, each product rounded once."""
     norm = math.sqrt(sum(float(np.sum(np.square(np.abs(x.astype(np.complex128))))) for x in stored))
     factor = np.float32(min(1.0, max_norm / (norm + 1e-6)))
     return norm, [(x.astype(np.result_type(x, np.float32)) * factor).astype(x.dtype) for x in stored]
 
 
-def ready(arrays: Library, scale: float = 8.0, **options: Any) -> GradScaler:
+def ready(arrays: Library, scale: float = 8.0, **options) -> GradScaler:
     """Return a scaler that has scaled a loss."""
     scaler = GradScaler(init_scale=scale, **options)
     scaler.scale(arrays.asarray(1.0))
     return scaler
 
 
-def test_gradients_of_each_dtype_are_clipped_to_the_norm_of_all_together(arrays: Library) -> None:
+def test_gradients_of_each_dtype_are_clipped_to_the_norm_of_all_together(arrays: Library):
     for dtype in (*arrays.reals, "complex64"):
         parts = 1j if dtype == "complex64" else 1
         values = [np.array([3.0, -4.0, 0.5]) * parts, np.array(12.0), np.zeros((0, 2)), np.array([[1.0], [-0.0]])]
@@ -51,7 +51,7 @@ def test_gradients_of_each_dtype_are_clipped_to_the_norm_of_all_together(arrays:
         assert optimizer.steps == 1
 
 
-def test_gradients_below_the_norm_keep_their_bits(arrays: Library) -> None:
+def test_gradients_below_the_norm_keep_their_bits(arrays: Library):
     for largest in (5.1, 1e9, 1e308, math.inf):
         optimizer = Tree([arrays.asarray([24.0, -0.0]), arrays.asarray([32.0])])
         norm = ready(arrays).unscale_(optimizer, max_norm=largest)
@@ -60,7 +60,7 @@ def test_gradients_below_the_norm_keep_their_bits(arrays: Library) -> None:
         arrays.assert_array(optimizer.grads[1], [4.0])
 
 
-def test_a_norm_of_zero_is_allowed_as_the_largest_and_as_the_norm(arrays: Library) -> None:
+def test_a_norm_of_zero_is_allowed_as_the_largest_and_as_the_norm(arrays: Library):
     given = arrays.asarray([24.0, 32.0])
     optimizer = Tree([given])
     arrays.assert_array(ready(arrays).unscale_(optimizer, max_norm=0), 5.0)
@@ -75,7 +75,7 @@ def test_a_norm_of_zero_is_allowed_as_the_largest_and_as_the_norm(arrays: Librar
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_overflow_skips_the_step_and_clips_nothing(arrays: Library, value: float, place: int) -> None:
+def test_an_overflow_skips_the_step_and_clips_nothing(arrays: Library, value: float, place: int):
     optimizer = Tree([arrays.asarray([8.0]), arrays.asarray([8.0])])
     optimizer.grads[place] = arrays.asarray([value])
     scaler = ready(arrays)
@@ -88,9 +88,7 @@ def test_an_overflow_skips_the_step_and_clips_nothing(arrays: Library, value: fl
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_a_norm_that_overflows_and_a_factor_that_loses_bits_are_overflows_of_finite_gradients(
-    arrays: Library,
-) -> None:
+def test_a_norm_that_overflows_and_a_factor_that_loses_bits_are_overflows_of_finite_gradients(arrays: Library):
     for huge in (1e200, 1e40):
         optimizer = Tree([arrays.asarray([huge], "float64")])
         scaler = ready(arrays)
@@ -104,7 +102,7 @@ def test_a_norm_that_overflows_and_a_factor_that_loses_bits_are_overflows_of_fin
     assert optimizer.steps == 0
 
 
-def test_masters_are_clipped_in_their_own_dtype(arrays: Library) -> None:
+def test_masters_are_clipped_in_their_own_dtype(arrays: Library):
     for half in arrays.halves:
         optimizer = Tree([arrays.asarray([24.0, 32.0], half)])
         optimizer.master_dtype = arrays.dtype("float32")  # type: ignore[attr-defined]
@@ -113,7 +111,7 @@ def test_masters_are_clipped_in_their_own_dtype(arrays: Library) -> None:
         arrays.assert_array(optimizer.grads[0], np.array([3.0, 4.0], np.float32) * factor)
 
 
-def test_a_disabled_scaler_clips_and_divides_by_nothing(arrays: Library) -> None:
+def test_a_disabled_scaler_clips_and_divides_by_nothing(arrays: Library):
     optimizer = Tree([arrays.asarray([3.0, 4.0]) * arrays.asarray(1.0)])
     scaler = GradScaler(enabled=False)
     assert scaler.unscale_(optimizer) is None
@@ -127,7 +125,7 @@ def test_a_disabled_scaler_clips_and_divides_by_nothing(arrays: Library) -> None
         assert optimizer.grads[0].dtype == arrays.dtype(half)
 
 
-def test_a_largest_norm_that_is_none_is_refused_and_nothing_is_divided(strict: Library) -> None:
+def test_a_largest_norm_that_is_none_is_refused_and_nothing_is_divided(strict: Library):
     scaler, optimizer = ready(strict), Tree([strict.asarray([8.0])])
     for wrong in (-1.0, math.nan, -math.inf, "1", True, [1.0]):
         with pytest.raises((InvalidValueError, InvalidTypeError), match="max_norm must be"):
@@ -136,7 +134,7 @@ def test_a_largest_norm_that_is_none_is_refused_and_nothing_is_divided(strict: L
     scaler.unscale_(optimizer, max_norm=1.0)
 
 
-def test_norm_over_is_checked(strict: Library) -> None:
+def test_norm_over_is_checked(strict: Library):
     scaler, optimizer = ready(strict), Tree([strict.asarray([8.0])])
     with pytest.raises(InvalidValueError, match='norm_over must be "rank" or "group", got \'world\''):
         scaler.unscale_(optimizer, max_norm=1.0, norm_over="world")  # type: ignore[arg-type]
@@ -151,8 +149,8 @@ def test_norm_over_is_checked(strict: Library) -> None:
     assert scaler.unscale_(Tree([strict.asarray([8.0])])) is None
 
 
-def test_over_a_group_it_must_be_said_what_the_norm_is_of(strict: Library) -> None:
-    def refuse(collectives: Any) -> str:
+def test_over_a_group_it_must_be_said_what_the_norm_is_of(strict: Library):
+    def refuse(collectives) -> str:
         scaler = ShardedGradScaler(group=collectives, init_scale=8.0)
         scaler.scale(strict.asarray(1.0))
         optimizer = Tree([strict.asarray([8.0])])
@@ -174,8 +172,8 @@ def test_over_a_group_it_must_be_said_what_the_norm_is_of(strict: Library) -> No
 )
 def test_clipping_changes_neither_the_count_of_an_overflow_nor_the_rank_that_has_it(
     arrays: Library, clip: dict[str, Any], value: float
-) -> None:
-    def train(group: Any) -> tuple[int, int, int | None]:
+):
+    def train(group) -> tuple[int, int, int | None]:
         scaler = ShardedGradScaler(group=group, init_scale=8.0)
         scaler.scale(arrays.asarray(1.0))
         optimizer = Tree([arrays.asarray([value if group.rank == 1 else 8.0]), arrays.asarray([8.0])])
@@ -192,8 +190,8 @@ def test_clipping_changes_neither_the_count_of_an_overflow_nor_the_rank_that_has
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("bad_ranks", [[0], [1], [0, 1]], ids=str)
-def test_a_norm_that_overflows_alone_is_an_overflow_of_the_ranks_whose_parts_do(bad_ranks: list[int]) -> None:
-    def train(group: Any) -> tuple[int, int, int | None]:
+def test_a_norm_that_overflows_alone_is_an_overflow_of_the_ranks_whose_parts_do(bad_ranks: list[int]):
+    def train(group) -> tuple[int, int, int | None]:
         scaler = ShardedGradScaler(group=group, init_scale=1.0)
         scaler.scale(np.float32(1.0))
         # The norm of a part is too large if one rank has it, and only that of both if each has one.
@@ -207,7 +205,7 @@ def test_a_norm_that_overflows_alone_is_an_overflow_of_the_ranks_whose_parts_do(
     assert run_ranks(2, train) == [(1, int(rank in bad_ranks), bad_ranks[0]) for rank in range(2)]
 
 
-def test_the_sum_of_no_arrays_is_zero_and_that_of_subnormals_is_not(arrays: Library) -> None:
+def test_the_sum_of_no_arrays_is_zero_and_that_of_subnormals_is_not(arrays: Library):
     like = arrays.asarray(1.0)
     assert arrays.item(gradscale.core.arithmetic.sum_of_squares([], like)) == 0.0
     tiny = gradscale.core.arithmetic.sum_of_squares([arrays.asarray([2.0**-500], "float64")], like)
@@ -215,7 +213,7 @@ def test_the_sum_of_no_arrays_is_zero_and_that_of_subnormals_is_not(arrays: Libr
 
 
 @pytest.mark.parametrize("total", [0.0, 1e-30, 1.0, 1.7, 3e20, 3.4e38, 1e40, math.inf, math.nan])
-def test_a_norm_that_the_host_has_clips_alike_in_every_library(arrays: Library, total: float) -> None:
+def test_a_norm_that_the_host_has_clips_alike_in_every_library(arrays: Library, total: float):
     like, flag = arrays.asarray(1.0), arrays.asarray(0, "int32")
     norm, factor, overflows = arithmetic.clip_factor_of(total, 1.5, like, flag)
     wanted = np.float32(min(1.0, 1.5 / (total + 1e-6))) if total <= 3.4e38 else np.float32(1.0)

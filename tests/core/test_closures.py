@@ -17,10 +17,7 @@ Overflows = Callable[[int, float], bool]
 
 
 def closure_of(
-    arrays: Library,
-    scaler: GradScaler,
-    optimizer: Any,
-    overflows: Overflows,
+    arrays: Library, scaler: GradScaler, optimizer, overflows: Overflows
 ) -> tuple[Callable[[], str], list[float]]:
     """Return a closure whose true gradient is 3 and which overflows as told, and the scales that it was called at."""
     called_at: list[float] = []
@@ -51,7 +48,7 @@ RETRIES: dict[str, tuple[Any, int, Overflows, list[float], float]] = {
 }
 
 
-def check_seen(arrays: Library, optimizer: Evaluating) -> None:
+def check_seen(arrays: Library, optimizer: Evaluating):
     """Assert that the optimizer has been shown true gradients only."""
     assert optimizer.seen
     for grads in optimizer.seen:
@@ -60,8 +57,8 @@ def check_seen(arrays: Library, optimizer: Evaluating) -> None:
 
 @pytest.mark.parametrize(("policy", "evaluations", "overflows", "scales", "after"), RETRIES.values(), ids=RETRIES)
 def test_an_overflow_is_evaluated_again_at_lower_scales(
-    arrays: Library, policy: Any, evaluations: int, overflows: Overflows, scales: list[float], after: float
-) -> None:
+    arrays: Library, policy, evaluations: int, overflows: Overflows, scales: list[float], after: float
+):
     seen: list[Any] = []
     scaler, optimizer = GradScaler(policy=policy, on_update=seen.append), Evaluating(evaluations)
     closure, called_at = closure_of(arrays, scaler, optimizer, overflows)
@@ -86,7 +83,7 @@ def test_an_overflow_is_evaluated_again_at_lower_scales(
     assert scaler.state_dict()["_growth_tracker"] == (len(scales) == evaluations and not is_skipped)
 
 
-def test_an_overflow_at_the_minimum_is_raised_by_an_update_without_a_new_scale(arrays: Library) -> None:
+def test_an_overflow_at_the_minimum_is_raised_by_an_update_without_a_new_scale(arrays: Library):
     policy = DynamicScale(init_scale=4.0, min_scale=2.0, at_min="raise")
     for new_scale in (None, 1024.0):
         scaler, optimizer = GradScaler(policy=policy), Evaluating()
@@ -102,7 +99,7 @@ def test_an_overflow_at_the_minimum_is_raised_by_an_update_without_a_new_scale(a
             assert scaler.get_scale() == new_scale
 
 
-def test_an_optimizer_that_has_begun_to_move_cannot_be_skipped(arrays: Library) -> None:
+def test_an_optimizer_that_has_begun_to_move_cannot_be_skipped(arrays: Library):
     scaler, optimizer = GradScaler(), Evaluating(3)
     closure, _ = closure_of(arrays, scaler, optimizer, lambda index, _: index > 1)
     with pytest.raises(ClosureOverflowError, match=r"evaluation 2 of the closure gives 1 non-finite .*down to.* 1\.0"):
@@ -114,7 +111,7 @@ def test_an_optimizer_that_has_begun_to_move_cannot_be_skipped(arrays: Library) 
     assert not iterate(arrays, scaler, Tree()).skipped
 
 
-def test_other_optimizers_of_the_iteration_unscale_with_the_scale_of_their_loss(arrays: Library) -> None:
+def test_other_optimizers_of_the_iteration_unscale_with_the_scale_of_their_loss(arrays: Library):
     scaler, optimizer = GradScaler(), Evaluating()
     before, after = Tree(), Tree()
     factor = scaler.scale(arrays.asarray(1.0))
@@ -136,7 +133,7 @@ def test_other_optimizers_of_the_iteration_unscale_with_the_scale_of_their_loss(
     assert scaler.get_scale() == 16384.0
 
 
-def test_the_next_closure_of_the_iteration_begins_at_the_lowered_scale(arrays: Library) -> None:
+def test_the_next_closure_of_the_iteration_begins_at_the_lowered_scale(arrays: Library):
     scaler = GradScaler()
     optimizers = [Evaluating(), Evaluating()]
     histories = []
@@ -150,7 +147,7 @@ def test_the_next_closure_of_the_iteration_begins_at_the_lowered_scale(arrays: L
     assert scaler.get_scale() == 16384.0
 
 
-def test_a_closure_may_unscale_by_itself_to_clip(arrays: Library) -> None:
+def test_a_closure_may_unscale_by_itself_to_clip(arrays: Library):
     scaler, optimizer = GradScaler(), Evaluating(2)
     inner, called_at = closure_of(arrays, scaler, optimizer, lambda index, _: index == 1)
 
@@ -164,11 +161,9 @@ def test_a_closure_may_unscale_by_itself_to_clip(arrays: Library) -> None:
     check_seen(arrays, optimizer)
 
 
-def test_a_closure_is_found_among_arguments_which_reach_the_optimizer_as_its_own_do_the_closure(
-    arrays: Library,
-) -> None:
+def test_a_closure_is_found_among_arguments_which_reach_the_optimizer_as_its_own_do_the_closure(arrays: Library):
     class Passing(Evaluating):
-        def step(self, *args: Any, closure: Any = None, **kwargs: Any) -> Any:
+        def step(self, *args, closure=None, **kwargs):
             closure, *args = [closure, *args] if closure is not None else args
             return closure(1, two=2), tuple(args), kwargs
 
@@ -184,7 +179,7 @@ def test_a_closure_is_found_among_arguments_which_reach_the_optimizer_as_its_own
 
 
 @pytest.mark.parametrize("place", ["closure", "optimizer"])
-def test_an_exception_passes_through_and_the_step_can_be_called_again(arrays: Library, place: str) -> None:
+def test_an_exception_passes_through_and_the_step_can_be_called_again(arrays: Library, place: str):
     class Failing(Evaluating):
         fails = place == "optimizer"
 
@@ -213,7 +208,7 @@ def test_an_exception_passes_through_and_the_step_can_be_called_again(arrays: Li
     assert scaler.get_scale() == 32768.0
 
 
-def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed_on(arrays: Library) -> None:
+def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed_on(arrays: Library):
     class Rated(Tree):
         def step(self, rate: float) -> float:
             return rate
@@ -230,9 +225,9 @@ def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed
     assert scaler.step(Rated([arrays.asarray([8.0])]), 0.5) == 0.5
 
 
-def test_a_closure_that_never_scales_and_one_that_is_not_called_are_errors(arrays: Library) -> None:
+def test_a_closure_that_never_scales_and_one_that_is_not_called_are_errors(arrays: Library):
     class Deaf(Tree):
-        def step(self, *_: Any, **__: Any) -> str:
+        def step(self, *_, **__) -> str:
             return "deaf"
 
     scaler, optimizer = GradScaler(), Evaluating()
@@ -244,7 +239,7 @@ def test_a_closure_that_never_scales_and_one_that_is_not_called_are_errors(array
         scaler.step(Deaf([arrays.asarray([math.inf])]), lambda: 1.0)
 
 
-def test_a_closure_need_not_scale_where_nothing_is_divided(arrays: Library) -> None:
+def test_a_closure_need_not_scale_where_nothing_is_divided(arrays: Library):
     optimizer = Evaluating()
     for scaler, value in ((GradScaler(policy=gradscale.StaticScale(1.0)), 3.0), (GradScaler(), 0.0)):
         scaler.scale(arrays.asarray(1.0))

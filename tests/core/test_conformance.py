@@ -29,14 +29,14 @@ pytestmark = [
 class Core(Backend):
     """The pure core as an adapter: what the wrong ones below differ from."""
 
-    def __init__(self, arrays: Library) -> None:
+    def __init__(self, arrays: Library):
         self.arrays = arrays
 
-    def example(self) -> Any:
+    def example(self):
         return self.arrays.xp.zeros((), dtype=self.arrays.xp.float32)
 
 
-def test_the_pure_core_passes(arrays: Library) -> None:
+def test_the_pure_core_passes(arrays: Library):
     names = (*arrays.reals, "complex64")
     if arrays.is_slow:
         # All dtypes of JAX are in its adapter's own tests.
@@ -47,45 +47,45 @@ def test_the_pure_core_passes(arrays: Library) -> None:
 
 @pytest.mark.numpy
 @pytest.mark.parametrize("is_narrow", [False, True], ids=["", "of ml_dtypes"])
-def test_numpys_adapter_passes(is_narrow: bool) -> None:
+def test_numpys_adapter_passes(is_narrow: bool):
     kinds: list[Any] = ["float16", "float32", "float64", "longdouble", "complex64", "complex128"]
     if is_narrow:
         kinds = [require("ml_dtypes").bfloat16, require("ml_dtypes").float8_e5m2]
     check_backend(gradscale.registry.get("numpy"), np.zeros(()), dtypes=[np.dtype(kind) for kind in kinds])
 
 
-def answering(change: Any) -> dict[str, Any]:
+def answering(change):
     """Return an ``unscale`` whose answer is changed: by ``change(xp, gradients, arrays, count)``."""
 
-    def unscale(self: Core, grads: Sequence[Any], *args: Any, **options: Any) -> Any:
+    def unscale(self: Core, grads: Sequence[Any], *args, **options):
         arrays, count = Core.unscale(self, grads, *args, **options)
         return change(self.arrays.xp, grads, arrays, count)
 
     return {"unscale": unscale}
 
 
-def divided(self: Core, grads: Sequence[Any], state: Any, **options: Any) -> Any:
+def divided(self: Core, grads: Sequence[Any], state, **options):
     """Divide by the scale instead of multiplying by its reciprocal: other bits where it is no power of two."""
     arrays, count = Core.unscale(self, grads, state, **options)
     single = state.scale.dtype
     return [x / state.scale if x.dtype == single else y for x, y in zip(grads, arrays, strict=True)], count
 
 
-def judged_before(xp: Any, grads: Sequence[Any], arrays: Any, _: Any) -> Any:
+def judged_before(xp, grads: Sequence[Any], arrays, _):
     """Count what is not finite before it is divided, as torch does."""
     return arrays, xp.asarray(sum(not bool(xp.all(xp.isfinite(grad))) for grad in grads), dtype=xp.int32)
 
 
-def seeing(change: Any) -> dict[str, Any]:
+def seeing(change):
     """Return a ``summarize`` that sees arrays changed by ``change(xp, array)``."""
 
-    def summarize(_: Core, arrays: Sequence[Any]) -> Any:
+    def summarize(_: Core, arrays: Sequence[Any]):
         return summaries.summarize_arrays([change(array_namespace(x), x) for x in arrays])
 
     return {"summarize": summarize}
 
 
-def plus_one(xp: Any, x: Any) -> Any:
+def plus_one(xp, x):
     return xp.asarray(x + xp.full_like(x, 1))
 
 
@@ -123,23 +123,23 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.rows("all")
 @pytest.mark.parametrize("members", WRONG.values(), ids=WRONG)
-def test_a_wrong_adapter_fails(arrays: Library, members: dict[str, Any]) -> None:
+def test_a_wrong_adapter_fails(arrays: Library, members: dict[str, Any]):
     with pytest.raises(AssertionError):
         check_backend(type("Wrong", (Core,), members)(arrays), arrays.asarray(0.0))
 
 
-def clipping(change: Any) -> dict[str, Any]:
+def clipping(change):
     """Return members for clipping, whose answer is changed by ``change(gradients, arrays, count, squares)``."""
 
-    def unscale_with_squares(self: Core, grads: Sequence[Any], state: Any, **options: Any) -> Any:
+    def unscale_with_squares(self: Core, grads: Sequence[Any], state, **options):
         arrays, count = self.unscale(grads, state, **options)
         return change(grads, arrays, count, lambda xs: arithmetic.sum_of_squares(xs, state.scale))
 
     return {"unscale_with_squares": unscale_with_squares}
 
 
-def multiplied(times: int) -> dict[str, Any]:
-    def multiply_in_place(_: Core, arrays: Any, factor: Any) -> Any:
+def multiplied(times: int):
+    def multiply_in_place(_: Core, arrays, factor):
         for _ in range(times):
             arrays[:] = arithmetic.multiply_arrays(arrays, factor)
         return arrays
@@ -147,7 +147,7 @@ def multiplied(times: int) -> dict[str, Any]:
     return {"multiply_in_place": multiply_in_place}
 
 
-def single(x: Any) -> Any:
+def single(x):
     return array_namespace(x).astype(x, array_namespace(x).float32)
 
 
@@ -163,13 +163,13 @@ CLIPS_WRONGLY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("members", CLIPS_WRONGLY.values(), ids=CLIPS_WRONGLY)
-def test_an_adapter_that_clips_wrongly_fails(strict: Library, members: dict[str, Any]) -> None:
+def test_an_adapter_that_clips_wrongly_fails(strict: Library, members: dict[str, Any]):
     check_backend(type("Right", (Core,), RIGHT)(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
     with pytest.raises(AssertionError, match=r"^(unscale_with_squares|multiply_in_place) "):
         check_backend(type("Wrong", (Core,), RIGHT | members)(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
 
 
-def overwriting(xp: Any, grads: Sequence[Any], arrays: Any, count: Any) -> Any:
+def overwriting(xp, grads: Sequence[Any], arrays, count):
     for grad in grads:
         grad[...] = xp.ones_like(grad)
     return arrays, count
@@ -183,7 +183,7 @@ NUMPYS_WRONG = {
 
 @pytest.mark.numpy
 @pytest.mark.parametrize("said", NUMPYS_WRONG)
-def test_an_adapter_that_modifies_its_input_or_loses_the_sign_of_zero_fails(said: str) -> None:
+def test_an_adapter_that_modifies_its_input_or_loses_the_sign_of_zero_fails(said: str):
     with opened("numpy") as library:
         wrong = type("Wrong", (Core,), NUMPYS_WRONG[said])(library)
     with pytest.raises(AssertionError, match=said):
@@ -191,11 +191,11 @@ def test_an_adapter_that_modifies_its_input_or_loses_the_sign_of_zero_fails(said
 
 
 @pytest.mark.numpy
-def test_an_adapter_that_takes_subnormals_for_0_fails_where_the_library_keeps_them() -> None:
-    numpys: Any = type(gradscale.registry.get("numpy"))
+def test_an_adapter_that_takes_subnormals_for_0_fails_where_the_library_keeps_them():
+    numpys = type(gradscale.registry.get("numpy"))
 
     class Flushing(numpys):  # type: ignore[misc]
-        def unscale(self, grads: Any, state: Any, /, **options: Any) -> Any:
+        def unscale(self, grads, state, /, **options):
             made, count = super().unscale(grads, state, **options)
             for x in made:
                 x[np.abs(x) < 2.0**-126] *= 0
@@ -208,18 +208,18 @@ def test_an_adapter_that_takes_subnormals_for_0_fails_where_the_library_keeps_th
 # Groups.
 
 
-def check_on(size: int, arrays: Library, wrap: Callable[[ThreadCollectives], Any]) -> None:
+def check_on(size: int, arrays: Library, wrap: Callable[[ThreadCollectives], Any]):
     """Check collectives of threads, wrapped on each rank."""
     like = arrays.asarray(0.0)
 
-    def rank(collectives: ThreadCollectives) -> None:
+    def rank(collectives: ThreadCollectives):
         check_collectives(wrap(collectives), like, repetitions=4)
 
     run_ranks(size, rank, timeout=10.0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_collectives_of_threads_pass(arrays: Library, size: int) -> None:
+def test_the_collectives_of_threads_pass(arrays: Library, size: int):
     check_on(size, arrays, lambda collectives: collectives)
 
 
@@ -229,25 +229,25 @@ Start = Callable[[Any], Callable[[], Any]]
 class Bent:
     """Collectives that do something wrong with what is sent, or with what comes back."""
 
-    def __init__(self, inner: ThreadCollectives, how: Callable[[Start, Any], Callable[[], Any]]) -> None:
+    def __init__(self, inner: ThreadCollectives, how: Callable[[Start, Any], Callable[[], Any]]):
         self.rank, self.size = inner.rank, inner.size
         self.inner, self.how = inner, how
 
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
+    def start_max(self, x, /):
         return self.how(self.inner.start_max, x)
 
 
-def after(bend: Callable[[Any, Any], Any]) -> Callable[[Start, Any], Callable[[], Any]]:
+def after(bend: Callable[[Any, Any], Any]):
     """Bend what comes back, given what was sent as well."""
 
-    def how(start: Start, x: Any) -> Callable[[], Any]:
+    def how(start: Start, x):
         pending = start(x)
         return lambda: bend(pending(), x)
 
     return how
 
 
-def minimum(start: Start, x: Any) -> Callable[[], Any]:
+def minimum(start: Start, x):
     pending = start(-x)
     return lambda: -pending()
 
@@ -263,12 +263,12 @@ WRONG_GROUPS = {
 
 @pytest.mark.parametrize("what", WRONG_GROUPS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_wrong_collectives_fail(arrays: Library, what: str, size: int) -> None:
+def test_wrong_collectives_fail(arrays: Library, what: str, size: int):
     with pytest.raises(AssertionError):
         check_on(size, arrays, lambda inner: Bent(inner, WRONG_GROUPS[what]))
 
 
-def test_a_wrong_rank_fails(arrays: Library) -> None:
+def test_a_wrong_rank_fails(arrays: Library):
     def wrong(inner: ThreadCollectives) -> Bent:
         bent = Bent(inner, lambda start, x: start(x))
         bent.rank += 1
@@ -279,14 +279,14 @@ def test_a_wrong_rank_fails(arrays: Library) -> None:
 
 
 @pytest.mark.numpy
-def test_collectives_that_write_to_the_array_sent_or_finish_in_one_buffer_fail() -> None:
+def test_collectives_that_write_to_the_array_sent_or_finish_in_one_buffer_fail():
     buffer = np.zeros(5, dtype=np.int32)
 
-    def overwrite(result: Any, x: Any) -> Any:
+    def overwrite(result, x):
         x[...] = result
         return result
 
-    def fill(start: Start, x: Any) -> Callable[[], Any]:
+    def fill(start: Start, x):
         buffer[: x.size] = start(x)()
         return lambda: buffer[: x.size]
 

@@ -19,13 +19,13 @@ LONG = True
 SCALE = 1024.0
 
 
-def make(arrays: Library, *values: float, **options: Any) -> tuple[GradScaler, Tree]:
+def make(arrays: Library, *values: float, **options) -> tuple[GradScaler, Tree]:
     """Return a scaler and an optimizer whose gradients are these values, scaled."""
     scaler = GradScaler(init_scale=SCALE, **options)
     return scaler, Tree(scaled(arrays, scaler, *values))
 
 
-def test_magnitudes_are_in_true_units_at_every_stage(arrays: Library) -> None:
+def test_magnitudes_are_in_true_units_at_every_stage(arrays: Library):
     scaler, optimizer = make(arrays, 0.5, -3.0)
     stages = [lambda: None, lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer), scaler.update]
     for enter in stages:
@@ -37,12 +37,12 @@ def test_magnitudes_are_in_true_units_at_every_stage(arrays: Library) -> None:
 
 
 @pytest.mark.parametrize("values", [(1.0, 2.0), (1.0, math.nan)], ids=["clean", "overflow"])
-def test_nothing_is_changed_and_training_goes_on_identically(arrays: Library, values: tuple[float, ...]) -> None:
-    def train(looks: bool) -> Any:
+def test_nothing_is_changed_and_training_goes_on_identically(arrays: Library, values: tuple[float, ...]):
+    def train(looks: bool):
         scaler, optimizer = make(arrays, *values)
         taken: list[list[bytes]] = []
 
-        def look() -> None:
+        def look():
             if looks:
                 before, history = [id(grad) for grad in optimizer.grads], scaler.history
                 for options in ({}, {"loss": arrays.asarray(math.nan)}, {"gather": True}):
@@ -65,7 +65,7 @@ def test_nothing_is_changed_and_training_goes_on_identically(arrays: Library, va
     assert train(True) == train(False)
 
 
-def test_gradients_of_both_protocols_that_are_missing_or_integers(arrays: Library) -> None:
+def test_gradients_of_both_protocols_that_are_missing_or_integers(arrays: Library):
     scaler = GradScaler()
     gradients = [arrays.asarray([1.0]), None, arrays.asarray([3], "int32"), arrays.asarray([math.nan])]
     tree = scaler.diagnose(Tree({"w": gradients, "n": 4}))
@@ -76,7 +76,7 @@ def test_gradients_of_both_protocols_that_are_missing_or_integers(arrays: Librar
     assert [entry.missing for entry in grouped.entries] == [False, False, True]
 
 
-def test_before_any_scale_without_gradients_and_disabled(arrays: Library) -> None:
+def test_before_any_scale_without_gradients_and_disabled(arrays: Library):
     report = GradScaler(init_scale=8.0).diagnose(Tree([]))
     assert (report.entries, report.scale, report.cause) == ((), 8.0, "no gradients")
     report = GradScaler().diagnose(Tree([None, None]))
@@ -99,7 +99,7 @@ CAUSES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_the_scale_is_told_from_the_model(arrays: Library, name: str) -> None:
+def test_the_scale_is_told_from_the_model(arrays: Library, name: str):
     policy, cause = CAUSES[name]
     scaler = GradScaler(policy=policy)
     optimizer = Tree(scaled(arrays, scaler, math.nan))
@@ -114,9 +114,7 @@ def test_the_scale_is_told_from_the_model(arrays: Library, name: str) -> None:
     [(math.inf, 1), (complex("nan"), 1), (1 + 2j, 0), (10**400, 0), ({"a": [-math.inf, 3], "b": None}, 1)],
     ids=["inf", "complex", "finite complex", "long", "nested"],
 )
-def test_a_loss_that_is_not_finite_is_the_models_fault_whatever_the_gradients(
-    arrays: Library, loss: Any, lost: int
-) -> None:
+def test_a_loss_that_is_not_finite_is_the_models_fault_whatever_the_gradients(arrays: Library, loss, lost: int):
     scaler, optimizer = make(arrays, 1.0)
     given = [loss]
     if isinstance(loss, float):
@@ -128,7 +126,7 @@ def test_a_loss_that_is_not_finite_is_the_models_fault_whatever_the_gradients(
         scaler.diagnose(optimizer, loss=[loss, "nan"])
 
 
-def entry(**fields: Any) -> ParameterReport:
+def entry(**fields) -> ParameterReport:
     return ParameterReport(**({"name": "w", "size": 1000, "largest": 1.0} | fields))
 
 
@@ -147,14 +145,14 @@ def entry(**fields: Any) -> ParameterReport:
 )
 def test_underflow_needs_many_subnormals_or_nearly_nothing_but_zeros(
     zeros: int, subnormals: int, is_scaled: bool, cause: str, advice: str
-) -> None:
+):
     entries = [entry(zeros=zeros, subnormals=subnormals)]
     found, sentence = find_cause(entries, SCALE, 1.0, None, is_scaled=is_scaled)
     assert found == cause
     assert advice in sentence
 
 
-def test_float16_gradients_that_are_too_small_are_said_to_underflow() -> None:
+def test_float16_gradients_that_are_too_small_are_said_to_underflow():
     scaler = GradScaler(init_scale=2.0)
     scaler.scale(np.float32(1.0))
     report = scaler.diagnose(Tree([np.array([2.0**-20, 2.0**-16, 1.0, 0.0], np.float16)]))
@@ -167,10 +165,10 @@ def named_optimizer(arrays: Library) -> Grouped:
 
 
 @pytest.mark.parametrize("kind", ["pairs", "iterator", "mapping", "strings", "with others", "the optimizer's own"])
-def test_names_come_from_the_user_or_the_optimizer(arrays: Library, kind: str) -> None:
+def test_names_come_from_the_user_or_the_optimizer(arrays: Library, kind: str):
     optimizer = named_optimizer(arrays)
     pairs = list(zip(("a", "b", "c"), optimizer.parameters, strict=True))
-    names: Any = {
+    names = {
         "pairs": pairs,
         "iterator": iter(pairs),
         "mapping": dict(reversed(pairs)),
@@ -196,7 +194,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_names_that_do_not_match_are_refused_and_nothing_is_touched(arrays: Library, name: str) -> None:
+def test_names_that_do_not_match_are_refused_and_nothing_is_touched(arrays: Library, name: str):
     names, message = REFUSED[name]
     scaler = GradScaler()
     with pytest.raises(InvalidValueError, match=message):
@@ -205,7 +203,7 @@ def test_names_that_do_not_match_are_refused_and_nothing_is_touched(arrays: Libr
         scaler.update()
 
 
-def test_what_has_no_gradients_of_one_library_is_refused(strict: Library) -> None:
+def test_what_has_no_gradients_of_one_library_is_refused(strict: Library):
     for optimizer, message in (
         (object(), "must have param_groups"),
         (Tree([1.5]), "must be an array"),
@@ -216,7 +214,7 @@ def test_what_has_no_gradients_of_one_library_is_refused(strict: Library) -> Non
             GradScaler().diagnose(optimizer)  # type: ignore[arg-type]
 
 
-def test_a_skipped_step_is_diagnosed_after_the_update_and_the_table_begins_with_the_worst(arrays: Library) -> None:
+def test_a_skipped_step_is_diagnosed_after_the_update_and_the_table_begins_with_the_worst(arrays: Library):
     scaler, optimizer = make(arrays, 1.0, math.inf, 2.0)
     optimizer.grads.append(None)
     scaler.step(optimizer)
@@ -240,7 +238,7 @@ def test_a_skipped_step_is_diagnosed_after_the_update_and_the_table_begins_with_
     assert logged["entries"][-1]["missing"] is True
 
 
-def test_a_table_has_as_many_rows_as_are_asked_for_and_counts_the_others() -> None:
+def test_a_table_has_as_many_rows_as_are_asked_for_and_counts_the_others():
     optimizer = Tree([np.full(3, np.nan if k < 3 else k, np.float32) for k in range(300)])
     report = GradScaler().diagnose(optimizer)
     lines = report.table(10).splitlines()
@@ -255,7 +253,7 @@ def test_a_table_has_as_many_rows_as_are_asked_for_and_counts_the_others() -> No
             report.table(wrong)  # type: ignore[arg-type]
 
 
-def test_long_names_names_of_lines_and_missing_gradients_fit_the_table() -> None:
+def test_long_names_names_of_lines_and_missing_gradients_fit_the_table():
     report = GradScaler().diagnose(Tree([None, np.ones((2, 3), np.float32)]), ["x" * 80, "a\nb"])
     *_, matrix, missing = str(report).splitlines()
     assert missing == f"...{'x' * 45}  no gradient"
@@ -263,7 +261,7 @@ def test_long_names_names_of_lines_and_missing_gradients_fit_the_table() -> None
     assert "2x3" in matrix
 
 
-def test_a_scaler_that_diagnoses_on_overflow_keeps_the_report_of_a_skipped_step(arrays: Library) -> None:
+def test_a_scaler_that_diagnoses_on_overflow_keeps_the_report_of_a_skipped_step(arrays: Library):
     scaler, optimizer = make(arrays, 1.0, math.inf, diagnose="on_overflow")
     scaler.step(optimizer)
     report = scaler.last_step(optimizer)
@@ -276,7 +274,7 @@ def test_a_scaler_that_diagnoses_on_overflow_keeps_the_report_of_a_skipped_step(
     assert scaler.last_step(optimizer).overflow is None
 
 
-def test_an_iteration_that_failed_can_be_diagnosed(arrays: Library) -> None:
+def test_an_iteration_that_failed_can_be_diagnosed(arrays: Library):
     scaler, optimizer = make(arrays, 1.0)
     scaler.unscale_(optimizer)
     with pytest.raises(CallOrderError):

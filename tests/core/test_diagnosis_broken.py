@@ -60,7 +60,7 @@ PLACES: dict[str, tuple[Callable[[Any, Any], dict[str, Any]], str, str, str]] = 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_broken_array_is_named_in_any_place(arrays: Library, place: str, value: float) -> None:
+def test_a_broken_array_is_named_in_any_place(arrays: Library, place: str, value: float):
     given, cause, name, key = PLACES[place]
     scaler = GradScaler(init_scale=8.0)
     # Gradients are finite, missing, or bad themselves, and the loss is.
@@ -80,7 +80,7 @@ def test_a_broken_array_is_named_in_any_place(arrays: Library, place: str, value
         assert f"{name}{key} " in str(report).partition("with inf or NaN\n")[2]
 
 
-def test_finite_arrays_integers_empty_ones_and_what_is_no_array_are_left_out(arrays: Library) -> None:
+def test_finite_arrays_integers_empty_ones_and_what_is_no_array_are_left_out(arrays: Library):
     scaler = GradScaler(init_scale=8.0)
     big = [arrays.asarray([3.0e38, -1.0e-40, 0.0]), arrays.asarray(1.0e300, "float64"), arrays.asarray([])]
     big += [arrays.asarray([65504.0], half) for half in arrays.halves if half == "float16"]
@@ -104,7 +104,7 @@ def test_finite_arrays_integers_empty_ones_and_what_is_no_array_are_left_out(arr
     assert list(iterator) == [1]
 
 
-def test_weights_are_called_what_the_user_calls_their_gradients(arrays: Library) -> None:
+def test_weights_are_called_what_the_user_calls_their_gradients(arrays: Library):
     bad = arrays.asarray([math.nan])
     optimizer = Tree({"b": arrays.asarray([1.0]), "w": arrays.asarray([1.0])})
     report = GradScaler().diagnose(optimizer, ["bias", "weight"], params={"w": bad, "b": bad, "more": bad})
@@ -112,11 +112,11 @@ def test_weights_are_called_what_the_user_calls_their_gradients(arrays: Library)
     assert sorted(entry.name for entry in report.broken) == ["['more']", "bias", "weight"]
 
 
-def test_gradients_weights_and_state_are_read_at_once(arrays: Library) -> None:
+def test_gradients_weights_and_state_are_read_at_once(arrays: Library):
     reads: list[Any] = []
 
     class Counting(Backend):
-        def read(self, x: Any, /) -> list[int]:
+        def read(self, x, /) -> list[int]:
             reads.append(x)
             return super().read(x)
 
@@ -128,7 +128,7 @@ def test_gradients_weights_and_state_are_read_at_once(arrays: Library) -> None:
     assert len(reads) == 1
 
 
-def test_arrays_of_other_libraries_are_searched_too(strict: Library) -> None:
+def test_arrays_of_other_libraries_are_searched_too(strict: Library):
     def look(*values: float) -> list[str]:
         state = [np.float32(values[0]), strict.asarray([values[1]]), np.array([values[2], 0.0], np.float16)]
         report = GradScaler().diagnose(Tree(np.ones(2, np.float32)), params=[strict.asarray([1.0])], state=state)
@@ -144,11 +144,11 @@ def test_arrays_of_other_libraries_are_searched_too(strict: Library) -> None:
 
 
 @pytest.mark.parametrize("asked", ["True", "itself", "and params"])
-def test_an_optimizer_of_torchs_kind_is_searched_as_it_is(asked: str) -> None:
+def test_an_optimizer_of_torchs_kind_is_searched_as_it_is(asked: str):
     optimizer, scaler = Momentum(), GradScaler()
     overflow(scaler, optimizer, 1.0)
 
-    def look() -> Any:
+    def look():
         given: dict[str, Any] = {"state": optimizer.state if asked == "itself" else True}
         if asked == "and params":
             given["params"] = {"mine": optimizer.weights[0]}
@@ -170,7 +170,7 @@ def test_an_optimizer_of_torchs_kind_is_searched_as_it_is(asked: str) -> None:
     assert look()[1][-2:] == [("all", "", "all"), ("object", "[0]", "object[0]")]
 
 
-def test_an_optimizer_without_weights_and_one_of_others_are_searched_for_what_they_have() -> None:
+def test_an_optimizer_without_weights_and_one_of_others_are_searched_for_what_they_have():
     assert GradScaler().diagnose(Momentum(0), state=True).broken == ()
     # Parameters that are no arrays.
     report = GradScaler().diagnose(Grouped([np.ones(1, np.float32)]), state=[np.float32(math.nan)])
@@ -190,7 +190,7 @@ def test_an_optimizer_without_weights_and_one_of_others_are_searched_for_what_th
     ],
     ids=["state=True", "and params", "text", "number", "iterator", "params=True", "object"],
 )
-def test_what_cannot_be_searched_is_refused_and_says_what_to_pass(given: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_searched_is_refused_and_says_what_to_pass(given: dict[str, Any], said: str):
     scaler = GradScaler()
     with pytest.raises(InvalidTypeError, match=said):
         scaler.diagnose(Tree([np.ones(1, np.float32)]), **given)
@@ -201,14 +201,14 @@ def test_what_cannot_be_searched_is_refused_and_says_what_to_pass(given: dict[st
 @pytest.mark.parametrize(
     "state", [None, "running", 3, {}, print, [math.nan]], ids=["none", "text", "number", "empty", "function", "list"]
 )
-def test_state_true_needs_weights_and_a_mapping(state: Any) -> None:
+def test_state_true_needs_weights_and_a_mapping(state):
     optimizer = Grouped([np.ones(1, np.float32)])
     optimizer.state = state  # type: ignore[attr-defined]
     with pytest.raises(InvalidTypeError, match="pass params= and state="):
         GradScaler().diagnose(optimizer, state=True)
 
 
-def test_the_third_overflow_in_a_row_is_searched_by_itself_and_a_clean_step_begins_anew() -> None:
+def test_the_third_overflow_in_a_row_is_searched_by_itself_and_a_clean_step_begins_anew():
     optimizer, other = Momentum(), Momentum()
     scaler = GradScaler(diagnose="on_overflow")
     of(optimizer, 1)["exp_avg"][2] = math.nan
@@ -232,10 +232,10 @@ def test_the_third_overflow_in_a_row_is_searched_by_itself_and_a_clean_step_begi
     assert causes("ooo") == [None] * 3
 
 
-def test_an_optimizer_that_cannot_be_searched_is_diagnosed_as_before(arrays: Library) -> None:
+def test_an_optimizer_that_cannot_be_searched_is_diagnosed_as_before(arrays: Library):
     class Odd(Tree):
         @property
-        def state(self) -> Any:
+        def state(self):
             raise RuntimeError
 
     for optimizer in (Tree(), Odd()):
@@ -245,7 +245,7 @@ def test_an_optimizer_that_cannot_be_searched_is_diagnosed_as_before(arrays: Lib
             assert (report.cause, report.broken) == ("scale", None)
 
 
-def test_a_long_report_lists_the_worst_weights_and_counts_the_others() -> None:
+def test_a_long_report_lists_the_worst_weights_and_counts_the_others():
     params = [np.full(30, math.nan if k % 2 else k, np.float32)[: k + 1] for k in range(30)]
     report = GradScaler().diagnose(Tree(np.ones(1, np.float32)), params=params, state=[np.full(99, math.inf)])
     assert report.broken is not None

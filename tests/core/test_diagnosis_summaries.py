@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +23,11 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128"
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3))
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str):
     return np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name)
 
 
-def oracle(array: Any) -> Summary:
+def oracle(array) -> Summary:
     """Return what a NumPy array holds, element by element, judged by the fields of their bits."""
     part = np.zeros((), array.dtype).real.dtype
     fraction_bits = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}[part.name]
@@ -56,7 +55,7 @@ def oracle(array: Any) -> Summary:
     return Summary(array.size, inf, nan, zeros, subnormals, largest)
 
 
-def patterns(name: str) -> st.SearchStrategy[Any]:
+def patterns(name: str):
     """Return a strategy for arrays of any bits, with the special values of the type often among them."""
     dtype = numpy_dtype(name)
     part = np.zeros((), dtype).real.dtype
@@ -66,7 +65,7 @@ def patterns(name: str) -> st.SearchStrategy[Any]:
     word = np.dtype(f"u{part.itemsize}")
     values = [int(bits) for bits in np.array(special).astype(part).view(word)]
 
-    def build(shape: tuple[int, ...], words: list[int]) -> Any:
+    def build(shape: tuple[int, ...], words: list[int]):
         count = math.prod(shape) * (dtype.itemsize // part.itemsize)
         return np.resize(np.array(words, word), count).view(dtype).reshape(shape)
 
@@ -74,11 +73,11 @@ def patterns(name: str) -> st.SearchStrategy[Any]:
     return st.builds(build, st.sampled_from(SHAPES), st.lists(any_word, min_size=1, max_size=15))
 
 
-def summarize(backend: Any, *arrays: Any) -> list[Summary]:
+def summarize(backend, *arrays) -> list[Summary]:
     return backend.read_summaries(arrays)[0]
 
 
-def into(arrays: Library, given: Any) -> Any:
+def into(arrays: Library, given):
     """Return a NumPy array in a library, every bit of it: some conversions of theirs take subnormals for 0."""
     if not arrays.name.startswith("torch"):
         return arrays.xp.asarray(given.copy())
@@ -91,14 +90,14 @@ def into(arrays: Library, given: Any) -> Any:
 
 @pytest.mark.parametrize("is_pure", [False, True], ids=["adapter", "pure form"])
 @pytest.mark.parametrize("name", DTYPES)
-def test_counts_and_magnitude_are_those_of_the_bits(arrays: Library, name: str, is_pure: bool) -> None:
+def test_counts_and_magnitude_are_those_of_the_bits(arrays: Library, name: str, is_pure: bool):
     if name in ("float16", "bfloat16") and name not in arrays.halves:
         pytest.skip(f"{arrays.name} has no {name}")
     backend = Backend() if is_pure else registry.backend_for(arrays.asarray(1.0))
 
     @settings(max_examples=6 if arrays.is_slow else examples(60))
     @given(patterns(name))
-    def check(drawn: Any) -> None:
+    def check(drawn):
         if is_pure and arrays.flushes_subnormals:
             # XLA takes them for 0: that is why the adapter has a form of its own.
             drawn = np.where(np.abs(drawn) < 2.0**-100, np.zeros_like(drawn), drawn)
@@ -109,7 +108,7 @@ def test_counts_and_magnitude_are_those_of_the_bits(arrays: Library, name: str, 
     check()
 
 
-def test_counts_beyond_one_word_do_not_wrap(monkeypatch: pytest.MonkeyPatch, arrays: Library) -> None:
+def test_counts_beyond_one_word_do_not_wrap(monkeypatch: pytest.MonkeyPatch, arrays: Library):
     monkeypatch.setattr(summaries, "_PIECE", 8)
     x = arrays.asarray([0.0] * 70 + [math.nan] * 9 + [math.inf] * 8)
     assert summarize(Backend(), x) == [Summary(87, 8, 9, 70, 0, 0.0)]
@@ -120,7 +119,7 @@ NARROW += [f"float8_{kind}" for kind in ("e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e
 
 
 @pytest.mark.parametrize("kind", NARROW)
-def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind: str) -> None:
+def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind: str):
     import array_api_compat.numpy as xp
 
     ml_dtypes = require("ml_dtypes")
@@ -130,7 +129,7 @@ def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind
     assert summaries.smallest_normal(dtype, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)
 
 
-def test_words_say_what_was_counted() -> None:
+def test_words_say_what_was_counted():
     for largest in (65504.0, 2.0**-1074, 1.7976931348623157e308, 0.0):
         x = np.array([largest, 0.0, math.nan, math.inf, math.inf])
         words = summaries.summarize_arrays([x, x[:0], x[2:]], lambda part: part.view(np.int64)).tolist()
@@ -139,7 +138,7 @@ def test_words_say_what_was_counted() -> None:
         assert summaries.summaries_of([x, x[:0], x[2:]], words) == found
 
 
-def test_the_summary_of_an_array_is_that_of_its_parts() -> None:
+def test_the_summary_of_an_array_is_that_of_its_parts():
     parts = [Summary(2**40, 2**30, 2**31 - 1, 3, 2**40, 0.5), Summary(2**40, 1, 1, 0, 0, 7.0)]
     assert summaries.join(parts) == Summary(2**41, 2**30 + 1, 2**31, 3, 2**40, 7.0)
     assert summaries.join([]) == Summary()

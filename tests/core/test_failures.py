@@ -31,15 +31,15 @@ class Unreachable:
 
     rank, size = 1, 3
 
-    def __init__(self, is_refusing: bool) -> None:
+    def __init__(self, is_refusing: bool):
         self.is_refusing = is_refusing
 
-    def start_max(self, _: Any) -> Any:
+    def start_max(self, _):
         if self.is_refusing:
             msg = "the process group was destroyed"
             raise BackendError(msg)
 
-        def finish() -> None:
+        def finish():
             raise gradscale.CollectiveTimeoutError(self.rank, self.size, 1.0)
 
         return finish
@@ -49,7 +49,7 @@ class Unreachable:
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0, "norm_over": "group"}], ids=["verdict", "norm"])
 def test_a_message_that_is_lost_ends_the_iteration_and_the_scaler_can_be_given_another_group(
     is_refusing: bool, clip: dict[str, Any]
-) -> None:
+):
     scaler = ShardedGradScaler(group=Unreachable(is_refusing), init_scale=1024.0)
     optimizer = begin(scaler)
     error, said = (BackendError, "destroyed") if is_refusing else (gradscale.CollectiveTimeoutError, "in iteration 1")
@@ -72,7 +72,7 @@ def test_a_message_that_is_lost_ends_the_iteration_and_the_scaler_can_be_given_a
     scaler.step(begin(scaler))
 
 
-def test_a_group_agreement_whose_message_is_lost_must_be_made_anew() -> None:
+def test_a_group_agreement_whose_message_is_lost_must_be_made_anew():
     agree = gradscale.GroupAgreement(Unreachable(is_refusing=True), DynamicScale())
     state = DynamicScale().init(np.float32(1.0))
     for message in ("destroyed", "construct a new GroupAgreement"):
@@ -80,8 +80,8 @@ def test_a_group_agreement_whose_message_is_lost_must_be_made_anew() -> None:
             agree(np.asarray(0, np.int32), state)
 
 
-def test_a_desync_is_raised_again_on_every_rank_and_a_common_checkpoint_mends_it() -> None:
-    def train(group: Any) -> list[Any]:
+def test_a_desync_is_raised_again_on_every_rank_and_a_common_checkpoint_mends_it():
+    def train(group):
         scaler = ShardedGradScaler(group=group, init_scale=65536.0 / (1 + group.rank))
         optimizer = begin(scaler)
         seen = []
@@ -107,11 +107,11 @@ def test_a_desync_is_raised_again_on_every_rank_and_a_common_checkpoint_mends_it
     assert run_ranks(3, train) == [[1, [1.0] * 3, 1024.0]] * 3
 
 
-def test_gradients_that_were_partly_unscaled_are_not_unscaled_again() -> None:
+def test_gradients_that_were_partly_unscaled_are_not_unscaled_again():
     from gradscale_numpy import NumpyBackend
 
     class Breaking(NumpyBackend):
-        def unscale(self, grads: Any, state: Any, /, **_: Any) -> Any:
+        def unscale(self, grads, state, /, **_):
             super().unscale(grads[:1], state, out=grads[:1])
             raise KeyboardInterrupt
 
@@ -143,7 +143,7 @@ def test_gradients_that_were_partly_unscaled_are_not_unscaled_again() -> None:
     assert once.steps == 0
 
 
-def test_what_is_no_state_verdict_likeness_or_loss_is_named() -> None:
+def test_what_is_no_state_verdict_likeness_or_loss_is_named():
     for wrong in (65536.0, DynamicScale(), None):
         for function in (gradscale.scale, gradscale.unscale):
             with pytest.raises(InvalidTypeError, match=r"state must be a ScaleState, such as policy\.init"):
@@ -173,7 +173,7 @@ def test_what_is_no_state_verdict_likeness_or_loss_is_named() -> None:
     [DynamicScale(), gradscale.StaticScale(), presets.chainer()],
     ids=lambda p: type(p).__name__,
 )
-def test_a_verdict_without_its_name_is_refused_with_the_reason(policy: Any) -> None:
+def test_a_verdict_without_its_name_is_refused_with_the_reason(policy):
     state = policy.init(np.zeros(()))
     nonfinite = np.zeros((), np.int32)
     policy.update(state, nonfinite=nonfinite)
@@ -185,20 +185,22 @@ def test_a_verdict_without_its_name_is_refused_with_the_reason(policy: Any) -> N
         policy.update(state)
 
 
-def test_ranks_of_a_grid_of_groups_have_numbers_of_their_own() -> None:
+def test_ranks_of_a_grid_of_groups_are_numbered_row_by_row():
     class Axis:
-        def __init__(self, rank: int, size: int) -> None:
+        def __init__(self, rank: int, size: int):
             self.rank, self.size = rank, size
 
-    ranks = {Agreement([Axis(i, 2), Axis(j, 3)]).rank() for i in range(2) for j in range(3)}  # type: ignore[list-item]
-    assert ranks == set(range(6))
+    # As NumPy, MPI's cartesian communicators, torch's meshes and JAX's number a grid: the last group varies fastest.
+    for sizes in ((2, 3), (3, 2), (2, 3, 4)):
+        for number, places in enumerate(np.ndindex(*sizes)):
+            assert Agreement(list(map(Axis, places, sizes))).rank() == number  # type: ignore[arg-type]
     assert Agreement([Axis(1, 2)], own_rank=lambda: 7).rank() == 7  # type: ignore[list-item]
     assert Agreement([Axis(1, 2)], own_rank=lambda: None).rank() == 1  # type: ignore[list-item]
 
 
 @pytest.mark.numpy
-def test_a_verdict_of_before_a_loaded_state_ends_no_later_iteration() -> None:
-    def rank(group: Any) -> Any:
+def test_a_verdict_of_before_a_loaded_state_ends_no_later_iteration():
+    def rank(group):
         agreement, live = Agreement([group]), LiveState(DynamicScale(init_scale=4.0 * (1 + group.rank)))
         state = live.current(np.float32(1.0))
         old = Pending(live, agreement, Found(0), state, agreement.groups, Claim(Call.STEP), 1)

@@ -51,7 +51,7 @@ STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int, set[str]]] = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_format_is_recognised_by_its_keys_and_translated(name: str) -> None:
+def test_a_format_is_recognised_by_its_keys_and_translated(name: str):
     state, system, scale, growth, overflows, missing = STATES[name]
     before = dict(state)
     for form in (None, system):
@@ -72,8 +72,8 @@ def test_a_format_is_recognised_by_its_keys_and_translated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_one_element_arrays_of_any_library_are_numbers(arrays: Library, name: str) -> None:
-    def arrayed(value: Any, shape: list[int]) -> Any:
+def test_one_element_arrays_of_any_library_are_numbers(arrays: Library, name: str):
+    def arrayed(value, shape: list[int]):
         if isinstance(value, Mapping):
             return {key: arrayed(inner, shape) for key, inner in value.items()}
         if isinstance(value, bool) or type(value) not in (int, float):
@@ -86,7 +86,7 @@ def test_one_element_arrays_of_any_library_are_numbers(arrays: Library, name: st
         assert load_foreign_state(arrayed(state, shape)) == expected
 
 
-def test_a_static_scale_stays_static() -> None:
+def test_a_static_scale_stays_static():
     for state in (
         {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 4},
         {"cur_scale": 128, "dynamic": False},
@@ -98,7 +98,7 @@ def test_a_static_scale_stays_static() -> None:
         assert scaler.get_scale() == 128.0
 
 
-def test_what_is_given_is_not_assumed() -> None:
+def test_what_is_given_is_not_assumed():
     loaded = load_foreign_state(MEGATRON, growth_interval=500, hysteresis=4)
     assert (loaded.policy.growth_interval, loaded.policy.hysteresis) == (500, 4)  # type: ignore[attr-defined]
     assert loaded.state_dict["_overflow_tracker"] == 3
@@ -106,27 +106,27 @@ def test_what_is_given_is_not_assumed() -> None:
     assert "growth_interval =" not in str(loaded)
 
 
-def test_a_hysteresis_is_assumed_that_the_tracker_allows() -> None:
+def test_a_hysteresis_is_assumed_that_the_tracker_allows():
     loaded = load_foreign_state(MEGATRON | {"hysteresis_tracker": 5})
     assert (loaded.assumed["hysteresis"], loaded.state_dict["_overflow_tracker"]) == (5, 0)
     loaded = load_foreign_state(MEGATRON | {"hysteresis_tracker": -3})
     assert (loaded.assumed["hysteresis"], loaded.state_dict["_overflow_tracker"]) == (2, 2)
 
 
-def test_apex_of_the_old_package_and_deepspeed_are_told_apart_by_the_name() -> None:
+def test_apex_of_the_old_package_and_deepspeed_are_told_apart_by_the_name():
     deepspeed, apex = load_foreign_state(STAGE0), load_foreign_state(STAGE0, "apex")
     assert "format='apex'" in deepspeed.assumed["system"]
     assert deepspeed.policy.growth_after == "first_interval_plus_one"  # type: ignore[attr-defined]
     assert apex.policy.growth_after == "interval"  # type: ignore[attr-defined]
     # A factor that the system fixes is taken from its state all the same.
-    policy: Any = load_foreign_state(DEEPSPEED | {"scale_factor": 4.0}).policy
+    policy = load_foreign_state(DEEPSPEED | {"scale_factor": 4.0}).policy
     assert (policy.growth_factor, policy.backoff_factor) == (4.0, 0.25)
 
 
 SEVERAL = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)}
 
 
-def test_one_of_several_losses_is_chosen_by_its_number() -> None:
+def test_one_of_several_losses_is_chosen_by_its_number():
     for i in range(3):
         saved = load_foreign_state(SEVERAL, loss_id=i).state_dict
         assert (saved["scale"], saved["_growth_tracker"]) == (2.0**i, i)
@@ -170,13 +170,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused_saying_why(name: str) -> None:
+def test_what_cannot_be_read_is_refused_saying_why(name: str):
     state, settings, message = REFUSED[name]
     with pytest.raises(StateDictError, match=f"(?s){message}"):
         load_foreign_state(state, **settings)
 
 
-def test_a_wrong_argument_is_named_with_the_nearest() -> None:
+def test_a_wrong_argument_is_named_with_the_nearest():
     for state, settings, message in (
         (MEGATRON, {"format": "megatorn"}, "format must be one of.*got 'megatorn'"),
         (MEGATRON, {"growth_intervall": 4}, "got growth_intervall=4.*did you mean 'growth_interval'"),
@@ -191,16 +191,16 @@ def test_a_wrong_argument_is_named_with_the_nearest() -> None:
 class Untouchable:
     """An object that would betray it if anything were run."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         pytest.fail("it was pickled")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         if name != "read":
             pytest.fail(f"{name} was looked up")
         raise AttributeError(name)
 
 
-def test_files_are_refused_with_how_to_load_them_safely_and_other_objects_without_a_look() -> None:
+def test_files_are_refused_with_how_to_load_them_safely_and_other_objects_without_a_look():
     for file in ("scaler.pt", Path("scaler.pt"), b"\x80\x04", bytearray(b"\x80"), io.BytesIO(b"\x80\x04")):
         with pytest.raises(InvalidTypeError, match=r"torch\.load\(path, weights_only=True\)"):
             load_foreign_state(file)

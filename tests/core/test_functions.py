@@ -35,7 +35,7 @@ def scale(request: pytest.FixtureRequest, arrays: Library) -> Scale:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_the_dtype_is_kept_but_for_a_0d_loss_of_half_precision(arrays: Library, scale: Scale) -> None:
+def test_the_dtype_is_kept_but_for_a_0d_loss_of_half_precision(arrays: Library, scale: Scale):
     for dtype in arrays.reals:
         for values in ([1.5, -2.0], [[0.5]], []):
             given = arrays.asarray(values, dtype)
@@ -50,7 +50,7 @@ def test_the_dtype_is_kept_but_for_a_0d_loss_of_half_precision(arrays: Library, 
     arrays.assert_array(scale(arrays.asarray([math.inf, -math.inf, math.nan])), [math.inf, -math.inf, math.nan])
 
 
-def test_trees_come_back_and_a_generator_is_walked_once(arrays: Library, scale: Scale) -> None:
+def test_trees_come_back_and_a_generator_is_walked_once(arrays: Library, scale: Scale):
     # One array in two places is scaled in both; test_tree.py has every container.
     shared = arrays.asarray([2.0])
     got = scale({"a": (shared, [None, ()]), "b": shared})
@@ -63,7 +63,7 @@ def test_trees_come_back_and_a_generator_is_walked_once(arrays: Library, scale: 
         assert scale(empty) == empty
 
 
-def test_integers_booleans_and_none_pass_through_untouched(arrays: Library, scale: Scale) -> None:
+def test_integers_booleans_and_none_pass_through_untouched(arrays: Library, scale: Scale):
     through = [None, 3, True, arrays.asarray([1, 2], "int32"), arrays.asarray(7, "int64"), arrays.asarray(True, "bool")]
     got = scale([*through, arrays.asarray(1.0)])
     assert all(after is before for before, after in zip(through, got[:-1], strict=True))
@@ -81,10 +81,8 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_what_is_no_array_of_one_library_is_refused_with_its_place(
-    arrays: Library, strict: Library, scale: Scale
-) -> None:
-    stranger: Any = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
+def test_what_is_no_array_of_one_library_is_refused_with_its_place(arrays: Library, strict: Library, scale: Scale):
+    stranger = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
     other = r"output at \['x'\]\[1\] must be an array of the library .* use one"
     for wrong, message in (*WRONG.values(), ({"x": [arrays.asarray([1.0]), stranger]}, other)):
         with pytest.raises(InvalidTypeError, match=message):
@@ -101,7 +99,7 @@ overflows = pytest.mark.filterwarnings(
 )
 
 
-def unscale(arrays: Library, grads: Any, scale: float, **options: Any) -> tuple[Any, int]:
+def unscale(arrays: Library, grads, scale: float, **options):
     """Return the unscaled gradients and the count, after asserting what it is."""
     state = start(arrays, DynamicScale(init_scale=scale))
     unscaled, nonfinite = gradscale.unscale(grads, state, **options)
@@ -111,7 +109,7 @@ def unscale(arrays: Library, grads: Any, scale: float, **options: Any) -> tuple[
     return unscaled, arrays.item(nonfinite)
 
 
-def test_values_are_divided_into_new_arrays_of_their_dtypes(arrays: Library) -> None:
+def test_values_are_divided_into_new_arrays_of_their_dtypes(arrays: Library):
     for dtype in arrays.reals:
         for values in ([8.0, -4.0], [[1.0]], 2.0, np.zeros(0), np.zeros((2, 0, 3))):
             got, nonfinite = unscale(arrays, arrays.asarray(values, dtype), 8.0)
@@ -130,7 +128,7 @@ def test_values_are_divided_into_new_arrays_of_their_dtypes(arrays: Library) -> 
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_an_array_with_bad_values_counts_once(arrays: Library, bad: float) -> None:
+def test_an_array_with_bad_values_counts_once(arrays: Library, bad: float):
     for dtype in arrays.reals:
         for values in ([bad], [1.0, bad], [[bad, bad], [bad, 1.0]], bad):
             clean, spoilt = arrays.asarray([1.0], dtype), arrays.asarray(values, dtype)
@@ -141,7 +139,7 @@ def test_an_array_with_bad_values_counts_once(arrays: Library, bad: float) -> No
 
 @pytest.mark.parametrize("part", [complex(1, math.inf), complex(math.nan, 1), complex(-math.inf, math.nan)])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
-def test_both_parts_of_complex_gradients_are_divided_and_judged(arrays: Library, part: complex) -> None:
+def test_both_parts_of_complex_gradients_are_divided_and_judged(arrays: Library, part: complex):
     for dtype in ("complex64", "complex128"):
         got, nonfinite = unscale(arrays, arrays.asarray([8 + 16j, -8j], dtype), 8.0)
         arrays.assert_array(got, [1 + 2j, -1j], dtype)
@@ -150,7 +148,7 @@ def test_both_parts_of_complex_gradients_are_divided_and_judged(arrays: Library,
 
 
 @overflows
-def test_a_value_that_overflows_when_it_is_divided_or_cast_is_counted(arrays: Library) -> None:
+def test_a_value_that_overflows_when_it_is_divided_or_cast_is_counted(arrays: Library):
     got, nonfinite = unscale(arrays, [arrays.asarray([1e38]), arrays.asarray([1.0])], 2.0**-10)
     arrays.assert_array(got[0], [math.inf])
     arrays.assert_array(got[1], [1024.0])
@@ -170,7 +168,7 @@ def test_a_value_that_overflows_when_it_is_divided_or_cast_is_counted(arrays: Li
 
 
 @pytest.mark.parametrize("scale", [2.0**exponent for exponent in range(-126, 128, 11)])
-def test_powers_of_two_divide_exactly(arrays: Library, scale: float) -> None:
+def test_powers_of_two_divide_exactly(arrays: Library, scale: float):
     given = [1.0, -1.5, 1.0000001192092896]
     got, nonfinite = unscale(arrays, arrays.asarray([x * scale for x in given]), scale)
     # float32's subnormals end at 2**-149: beyond 2**125 the reciprocal itself is subnormal, and exact.
@@ -182,7 +180,7 @@ def test_powers_of_two_divide_exactly(arrays: Library, scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.1, 65535.0, 1e-37, 3e38, 1.0 + 2.0**-23, SMALLEST, LARGEST])
-def test_the_reciprocal_of_another_scale_is_rounded_once(arrays: Library, scale: float) -> None:
+def test_the_reciprocal_of_another_scale_is_rounded_once(arrays: Library, scale: float):
     scale = float(np.float32(scale))
     expected = np.float32(1.0 / np.float64(scale))
     if arrays.flushes_subnormals and expected < SMALLEST:
@@ -194,7 +192,7 @@ def test_the_reciprocal_of_another_scale_is_rounded_once(arrays: Library, scale:
 @pytest.mark.numpy
 @given(scale=st.floats(SMALLEST, LARGEST, width=32))
 @example(scale=3.0)
-def test_the_reciprocal_is_numpys_through_float64(scale: float) -> None:
+def test_the_reciprocal_is_numpys_through_float64(scale: float):
     from libraries import opened
 
     expected = np.float32(1.0 / np.float64(scale))
@@ -204,7 +202,7 @@ def test_the_reciprocal_is_numpys_through_float64(scale: float) -> None:
         assert gradscale.unscale(np.ones(1, np.float32), state)[0][0] == expected
 
 
-def test_without_float64_powers_of_two_are_exact_all_the_same(strict: Library) -> None:
+def test_without_float64_powers_of_two_are_exact_all_the_same(strict: Library):
     where = strict.xp.Device("no_float64")
     for exponent in range(-126, 127, 7):
         state = DynamicScale(init_scale=2.0**exponent).init(strict.asarray(0.0, device=where))
@@ -216,7 +214,7 @@ def test_without_float64_powers_of_two_are_exact_all_the_same(strict: Library) -
 # Trees, masters, and inputs.
 
 
-def test_none_integers_and_containers_are_kept(arrays: Library) -> None:
+def test_none_integers_and_containers_are_kept(arrays: Library):
     count = arrays.asarray([3], "int32")
     given = {"a": [arrays.asarray([8.0]), None], "b": (count, 5), "c": [], "d": (arrays.asarray(x) for x in (8.0,))}
     got, nonfinite = unscale(arrays, given, 8.0)
@@ -229,7 +227,7 @@ def test_none_integers_and_containers_are_kept(arrays: Library) -> None:
         assert unscale(arrays, empty, 8.0) == (empty, 0)
 
 
-def test_a_wanted_dtype_gives_masters_of_real_gradients_only(arrays: Library) -> None:
+def test_a_wanted_dtype_gives_masters_of_real_gradients_only(arrays: Library):
     given = [arrays.asarray([8.0], dtype) for dtype in (*arrays.reals, "complex64")]
     got, _ = unscale(arrays, [*given, arrays.asarray([8], "int32")], 8.0, dtype=arrays.dtype("float32"))
     for master in got[:-2]:
@@ -241,14 +239,14 @@ def test_a_wanted_dtype_gives_masters_of_real_gradients_only(arrays: Library) ->
         arrays.assert_array(got, [2.0**-40], "float32")
 
 
-def test_a_wanted_dtype_must_be_real_and_floating(arrays: Library) -> None:
+def test_a_wanted_dtype_must_be_real_and_floating(arrays: Library):
     state = start(arrays, DynamicScale())
     for wrong in (arrays.dtype("int32"), arrays.dtype("complex64"), "no dtype", 3, [1]):
         with pytest.raises(InvalidValueError, match=r"dtype must be a real floating dtype .*got"):
             gradscale.unscale(arrays.asarray([1.0]), state, dtype=wrong)
 
 
-def test_one_array_in_two_places_is_divided_and_counted_once(arrays: Library) -> None:
+def test_one_array_in_two_places_is_divided_and_counted_once(arrays: Library):
     shared, bad = arrays.asarray([8.0]), arrays.asarray([math.inf])
     got, nonfinite = unscale(arrays, [shared, [shared], bad, bad], 8.0)
     arrays.assert_array(got[0], [1.0])
@@ -256,8 +254,8 @@ def test_one_array_in_two_places_is_divided_and_counted_once(arrays: Library) ->
     assert nonfinite == 1
 
 
-def test_what_is_no_array_of_the_states_library_is_refused_with_its_place(arrays: Library, strict: Library) -> None:
-    stranger: Any = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
+def test_what_is_no_array_of_the_states_library_is_refused_with_its_place(arrays: Library, strict: Library):
+    stranger = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
     for wrong, message in (
         (1.5, r"gradient must be an array .*got 1\.5"),
         ({"w": [None, "x"]}, r"gradient at \['w'\]\[1\] must be an array"),
@@ -271,11 +269,11 @@ def test_what_is_no_array_of_the_states_library_is_refused_with_its_place(arrays
 # Written to arrays that are there already, where the library can.
 
 
-def unscale_out(arrays: Library, grads: Any, out: Any, **options: Any) -> tuple[Any, int]:
+def unscale_out(arrays: Library, grads, out, **options):
     return unscale(arrays, grads, 8.0, out=out, **options)
 
 
-def test_values_come_in_the_dtypes_of_out_and_in_out_where_it_can_be_written(arrays: Library) -> None:
+def test_values_come_in_the_dtypes_of_out_and_in_out_where_it_can_be_written(arrays: Library):
     for dtype in arrays.reals:
         for wanted in arrays.reals:
             grads = {"w": arrays.asarray([8.0, 16.0], dtype), "n": None, "b": [arrays.asarray(24.0, dtype), 3]}
@@ -298,7 +296,7 @@ def test_values_come_in_the_dtypes_of_out_and_in_out_where_it_can_be_written(arr
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_finiteness_is_judged_in_the_dtype_of_out_and_integers_pass_through(arrays: Library) -> None:
+def test_finiteness_is_judged_in_the_dtype_of_out_and_integers_pass_through(arrays: Library):
     grads = [arrays.asarray([1e300], "float64"), arrays.asarray([3], "int32"), None]
     got, nonfinite = unscale_out(arrays, grads, [arrays.asarray([0.0], "float32"), None, 7])
     arrays.assert_array(got[0], [math.inf])
@@ -306,7 +304,7 @@ def test_finiteness_is_judged_in_the_dtype_of_out_and_integers_pass_through(arra
     assert got[1] is grads[1]
 
 
-def test_the_gradients_themselves_may_be_out(arrays: Library) -> None:
+def test_the_gradients_themselves_may_be_out(arrays: Library):
     grads = [arrays.asarray([8.0], dtype) for dtype in (*arrays.reals, "complex64")]
     got, _ = unscale_out(arrays, grads, grads)
     for grad, new, dtype in zip(grads, got, (*arrays.reals, "complex64"), strict=True):
@@ -314,7 +312,7 @@ def test_the_gradients_themselves_may_be_out(arrays: Library) -> None:
         assert (new is grad) is arrays.writes
 
 
-def test_what_goes_not_together_is_refused(arrays: Library) -> None:
+def test_what_goes_not_together_is_refused(arrays: Library):
     x, y, target = arrays.asarray([8.0]), arrays.asarray([16.0]), arrays.asarray([0.0])
     with pytest.raises(InvalidValueError, match=r"give dtype= or out=.*not both"):
         unscale_out(arrays, [x], [x], dtype=arrays.dtype("float32"))
@@ -325,10 +323,10 @@ def test_what_goes_not_together_is_refused(arrays: Library) -> None:
         unscale_out(arrays, [x, y], [target, target])
 
 
-def test_an_out_of_another_shape_or_kind_is_refused_and_nothing_is_written(arrays: Library, strict: Library) -> None:
+def test_an_out_of_another_shape_or_kind_is_refused_and_nothing_is_written(arrays: Library, strict: Library):
     first, grad = arrays.asarray([8.0]), arrays.asarray([8.0, 8.0])
     target = arrays.asarray([0.0])
-    stranger: Any = np.zeros(2) if arrays.name == "strict" else strict.asarray([0.0, 0.0])
+    stranger = np.zeros(2) if arrays.name == "strict" else strict.asarray([0.0, 0.0])
     wrong: list[tuple[Any, type[Exception], str]] = [
         (arrays.asarray([0.0]), InvalidValueError, r"out must hold an array of shape \(2,\)|size"),
         (None, InvalidValueError, "out must hold an array of shape"),
@@ -346,7 +344,7 @@ def test_an_out_of_another_shape_or_kind_is_refused_and_nothing_is_written(array
         unscale_out(arrays, [arrays.asarray([8j], "complex64")], [target])
 
 
-def test_a_gradient_in_two_places_is_written_once(arrays: Library) -> None:
+def test_a_gradient_in_two_places_is_written_once(arrays: Library):
     shared = arrays.asarray([8.0])
     out = [arrays.asarray([0.0]), arrays.asarray([0.0])]
     got, _ = unscale_out(arrays, [shared, shared], out)
@@ -358,7 +356,7 @@ def test_a_gradient_in_two_places_is_written_once(arrays: Library) -> None:
 
 
 @pytest.mark.parametrize("pred", [True, False])
-def test_every_leaf_is_taken_from_the_tree_that_the_bool_chooses(arrays: Library, pred: bool) -> None:
+def test_every_leaf_is_taken_from_the_tree_that_the_bool_chooses(arrays: Library, pred: bool):
     dtypes = (*arrays.reals, "int32", "complex64", "bool")
     on_true = {dtype: [arrays.asarray([1, 0], dtype), None, 3] for dtype in dtypes}
     on_false = {dtype: [arrays.asarray([0, 1], dtype), None, 3] for dtype in reversed(dtypes)}
@@ -370,14 +368,14 @@ def test_every_leaf_is_taken_from_the_tree_that_the_bool_chooses(arrays: Library
         arrays.assert_array(on_true[dtype][0], [1, 0], dtype)
 
 
-def test_0d_and_empty_arrays_stay_arrays(arrays: Library) -> None:
+def test_0d_and_empty_arrays_stay_arrays(arrays: Library):
     pred = arrays.asarray(True, "bool")
     for dtype in arrays.reals:
         arrays.assert_array(gradscale.select(pred, arrays.asarray(1.0, dtype), arrays.asarray(2.0, dtype)), 1.0, dtype)
         arrays.assert_array(gradscale.select(pred, arrays.asarray([], dtype), arrays.asarray([], dtype)), [], dtype)
 
 
-def test_trees_of_two_structures_dtypes_or_shapes_and_unequal_leaves_are_refused(arrays: Library) -> None:
+def test_trees_of_two_structures_dtypes_or_shapes_and_unequal_leaves_are_refused(arrays: Library):
     pred, one = arrays.asarray(True, "bool"), arrays.asarray([1.0])
     unequal = "no arrays must be equal"
     cases: list[tuple[Any, Any, type[Exception], str]] = [
@@ -401,13 +399,13 @@ def test_trees_of_two_structures_dtypes_or_shapes_and_unequal_leaves_are_refused
 # Devices, and torch's graphs.
 
 
-def test_arrays_stay_on_their_devices_and_are_judged_on_the_states_own(strict: Library) -> None:
+def test_arrays_stay_on_their_devices_and_are_judged_on_the_states_own(strict: Library):
     devices = [strict.xp.Device(name) for name in ("CPU_DEVICE", "device1", "device2", "no_float64")]
 
-    def arrays(*values: float) -> list[Any]:
+    def arrays(*values: float):
         return [strict.asarray([value], device=device) for value, device in zip(values, devices, strict=True)]
 
-    def assert_arrays(got: Any, *values: float) -> None:
+    def assert_arrays(got, *values: float):
         assert [x.device for x in got] == devices
         assert str([float(x[0]) for x in got]) == str(list(values))
 
@@ -426,7 +424,7 @@ def test_arrays_stay_on_their_devices_and_are_judged_on_the_states_own(strict: L
 
 
 @pytest.mark.torch
-def test_on_torch_everything_stays_in_its_graph() -> None:
+def test_on_torch_everything_stays_in_its_graph():
     torch = require("torch")
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         parameter = torch.tensor([1.0, 2.0], dtype=dtype, requires_grad=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from optimizers import Grouped, Parameter, Tree, scaled
 from gradscale import GradScaler, InvalidTypeError
 
 
-def test_grads_may_be_one_array_or_any_tree(arrays: Library) -> None:
+def test_grads_may_be_one_array_or_any_tree(arrays: Library):
     scaler = GradScaler()
     one = Tree(scaled(arrays, scaler, 4.0)[0])
     tree = Tree({"layer": [*scaled(arrays, scaler, 2.0), None], "bias": (scaled(arrays, scaler, 8.0)[0],)})
@@ -28,15 +27,13 @@ def test_grads_may_be_one_array_or_any_tree(arrays: Library) -> None:
 class Unreadable:
     """An array, as far as its attributes tell."""
 
-    def __array_namespace__(self, api_version: str | None = None) -> Any:
+    def __array_namespace__(self, api_version: str | None = None):
         raise RuntimeError(api_version)
 
 
 @pytest.mark.parametrize("kind", ["list", "array", "bools", "unreadable"])
 @pytest.mark.parametrize("of", [Tree, Grouped])
-def test_gradients_that_cannot_be_divided_are_refused_and_nothing_is_touched(
-    arrays: Library, kind: str, of: Any
-) -> None:
+def test_gradients_that_cannot_be_divided_are_refused_and_nothing_is_touched(arrays: Library, kind: str, of):
     scaler, good = GradScaler(init_scale=4.0), arrays.asarray([8.0])
     scaler.scale(arrays.asarray(1.0))
     bad = {"list": 65536, "array": arrays.asarray([65536, 2], "int32"), "bools": True, "unreadable": Unreadable()}[kind]
@@ -49,9 +46,7 @@ def test_gradients_that_cannot_be_divided_are_refused_and_nothing_is_touched(
     assert not optimizer.steps
 
 
-def test_a_gradient_that_two_parameters_share_and_a_parameter_that_is_listed_twice_are_unscaled_once(
-    arrays: Library,
-) -> None:
+def test_a_gradient_that_two_parameters_share_and_a_parameter_that_is_listed_twice_are_unscaled_once(arrays: Library):
     scaler = GradScaler()
     [grad] = scaled(arrays, scaler, 4.0)
     grouped, tree = Grouped([grad, grad]), Tree([scaled(arrays, scaler, 4.0)[0]] * 2)
@@ -65,18 +60,18 @@ def test_a_gradient_that_two_parameters_share_and_a_parameter_that_is_listed_twi
 class Listing:
     """Lists parameters, and has no length."""
 
-    def __init__(self, *parameters: Parameter) -> None:
+    def __init__(self, *parameters: Parameter):
         self._parameters = parameters
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self._parameters)
 
 
-def test_parameters_are_looked_for_anew_in_each_iteration_however_they_are_listed(arrays: Library) -> None:
+def test_parameters_are_looked_for_anew_in_each_iteration_however_they_are_listed(arrays: Library):
     scaler, optimizer = GradScaler(), Grouped()
     kept, without = Parameter(), Parameter()
 
-    def listings() -> Iterator[list[Any]]:
+    def listings():
         first = [kept, without]
         yield [first]
         # In place, too.
@@ -104,7 +99,7 @@ def test_parameters_are_looked_for_anew_in_each_iteration_however_they_are_liste
 
 
 @pytest.mark.parametrize(("own", "master"), [("float64", "float32"), ("float32", "float64")])
-def test_master_dtype_gives_gradients_in_that_dtype(arrays: Library, own: str, master: str) -> None:
+def test_master_dtype_gives_gradients_in_that_dtype(arrays: Library, own: str, master: str):
     scaler = GradScaler(init_scale=1024.0)
     optimizer = Grouped(scaled(arrays, scaler, 2.0, dtype=own))
     given = optimizer.gradients()[0]
@@ -115,15 +110,15 @@ def test_master_dtype_gives_gradients_in_that_dtype(arrays: Library, own: str, m
 
 
 @pytest.mark.numpy
-def test_gradients_that_cannot_be_assigned_in_a_master_dtype_are_an_error_that_says_so() -> None:
+def test_gradients_that_cannot_be_assigned_in_a_master_dtype_are_an_error_that_says_so():
     class Fixed:
         master_dtype = np.float32
         grads = property(lambda self: self.held)
 
-        def __init__(self, held: Any) -> None:
+        def __init__(self, held):
             self.held = held
 
-        def step(self) -> None:
+        def step(self):
             raise AssertionError
 
     scaler = GradScaler(init_scale=4.0)
@@ -131,7 +126,7 @@ def test_gradients_that_cannot_be_assigned_in_a_master_dtype_are_an_error_that_s
         scaler.step(Fixed(scaler.scale(np.ones(1, np.float16))))
 
 
-def test_an_optimizer_must_have_gradients_or_groups_of_parameters(arrays: Library) -> None:
+def test_an_optimizer_must_have_gradients_or_groups_of_parameters(arrays: Library):
     scaler, optimizer = GradScaler(), Grouped()
     scaler.scale(arrays.asarray(1.0))
     for wrong in (object(), 3, "SGD", lambda: None):

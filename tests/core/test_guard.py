@@ -34,12 +34,12 @@ class Parameter(np.ndarray):
 class Momentum:
     """SGD with momentum, of torch's kind."""
 
-    def __init__(self, value: float = 1.0) -> None:
+    def __init__(self, value: float = 1.0):
         self.weight = np.full(3, value, np.float32).view(Parameter)
         self.param_groups = [{"params": [self.weight], "param_names": ["head.weight"]}]
         self.state: dict[object, Any] = {self.weight: {"momentum": np.zeros(3, np.float32)}}
 
-    def step(self) -> None:
+    def step(self):
         """Move the weight."""
         momentum = self.state[self.weight]["momentum"]
         momentum *= np.float32(0.9)
@@ -47,12 +47,12 @@ class Momentum:
         self.weight -= np.float32(0.1) * momentum
 
 
-def gradient(weight: Any, number: int) -> Any:
+def gradient(weight, number: int):
     """Return the gradient of a loss on one of many batches."""
     return (weight - np.float32(number % 7)).view(np.ndarray) * np.float32(0.3)
 
 
-def iterate(guard: GradScaler, optimizer: Any, value: Any, loss: float | None = 1.0) -> gradscale.StepReport:
+def iterate(guard: GradScaler, optimizer, value, loss: float | None = 1.0) -> gradscale.StepReport:
     """Make one iteration with a gradient."""
     if loss is not None:
         guard.scale(np.float32(loss))
@@ -66,7 +66,7 @@ def iterate(guard: GradScaler, optimizer: Any, value: Any, loss: float | None = 
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "spike", "refused", "not stepped"])
-def test_a_run_with_a_bad_batch_is_to_the_bit_the_run_without_it(bad: str) -> None:
+def test_a_run_with_a_bad_batch_is_to_the_bit_the_run_without_it(bad: str):
     guard, guarded, plain = StepGuard(skip=RULE), Momentum(), Momentum()
     for number in range(20):
         is_bad = number == 11
@@ -89,7 +89,7 @@ def test_a_run_with_a_bad_batch_is_to_the_bit_the_run_without_it(bad: str) -> No
     assert guard.counts()["taken"] == 19
 
 
-def test_a_loss_comes_back_as_it_is(arrays: Library) -> None:
+def test_a_loss_comes_back_as_it_is(arrays: Library):
     for guard in (StepGuard(), StepGuard(skip=RULE), GradScaler(policy=StaticScale(1.0))):
         loss = arrays.asarray(3.0)
         assert guard.scale(loss) is loss
@@ -98,7 +98,7 @@ def test_a_loss_comes_back_as_it_is(arrays: Library) -> None:
 
 
 @pytest.mark.parametrize("skip", [None, SkipSpikes(of="norm")], ids=["no-rule", "norm"])
-def test_a_loop_without_scale_is_right_and_quiet(arrays: Library, skip: SkipSpikes | None) -> None:
+def test_a_loop_without_scale_is_right_and_quiet(arrays: Library, skip: SkipSpikes | None):
     guard, optimizer = StepGuard(skip=skip), Tree()
     for value, reason in ((1.0, "stepped"), (np.nan, "overflow"), (1.0, "stepped")):
         optimizer.grads = [arrays.asarray([value])]
@@ -110,7 +110,7 @@ def test_a_loop_without_scale_is_right_and_quiet(arrays: Library, skip: SkipSpik
         guard.load_state_dict(guard.state_dict())
 
 
-def test_a_rule_for_losses_that_is_given_none_says_so() -> None:
+def test_a_rule_for_losses_that_is_given_none_says_so():
     with pytest.warns(UserWarning, match="skip= judges loss, and found nothing"):
         iterate(StepGuard(skip=RULE), Tree(), 1.0, loss=None)
 
@@ -118,13 +118,13 @@ def test_a_rule_for_losses_that_is_given_none_says_so() -> None:
 @pytest.mark.parametrize(
     "name", ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "policy", "min_scale", "device"]
 )
-def test_settings_of_a_scale_are_refused(name: str) -> None:
+def test_settings_of_a_scale_are_refused(name: str):
     said = rf"unexpected keyword arguments \['{name}'\].*a StepGuard multiplies nothing: .* taken by GradScaler$"
     with pytest.raises(gradscale.InvalidTypeError, match=said):
         StepGuard(**{name: 2.0})
 
 
-def test_other_mistakes_are_those_of_a_scaler() -> None:
+def test_other_mistakes_are_those_of_a_scaler():
     with pytest.raises(gradscale.InvalidTypeError, match="did you mean 'give_up_after'"):
         StepGuard(give_up=3)  # type: ignore[call-arg]
     with pytest.raises(gradscale.InvalidTypeError, match=r"takes its options by name, such as group=, got \(2\.0,\)"):
@@ -134,7 +134,7 @@ def test_other_mistakes_are_those_of_a_scaler() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))])
-def test_a_copy_goes_on_as_the_original(copied: Callable[[StepGuard], StepGuard]) -> None:
+def test_a_copy_goes_on_as_the_original(copied: Callable[[StepGuard], StepGuard]):
     guard, optimizer = StepGuard(skip=RULE, give_up_after=3), Tree()
     for _ in range(5):
         iterate(guard, optimizer, 1.0)
@@ -147,7 +147,7 @@ def test_a_copy_goes_on_as_the_original(copied: Callable[[StepGuard], StepGuard]
 
 
 @pytest.mark.parametrize("is_met", [False, True], ids=["new", "used"])
-def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(is_met: bool) -> None:
+def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(is_met: bool):
     scaler, optimizer = GradScaler(init_scale=1024.0, skip=RULE), Tree()
     for value in (1.0, 1.0, np.inf, 1.0):
         iterate(scaler, optimizer, value)
@@ -168,7 +168,7 @@ def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(
 
 
 @pytest.mark.parametrize("bad", [{}, {"scale": 2.0}, None, {"scale": -1.0}], ids=str)
-def test_a_bad_state_changes_nothing(bad: Any) -> None:
+def test_a_bad_state_changes_nothing(bad):
     guard = StepGuard()
     iterate(guard, Tree(), 1.0)
     before = guard.state_dict()
@@ -177,7 +177,7 @@ def test_a_bad_state_changes_nothing(bad: Any) -> None:
     assert guard.state_dict() == before
 
 
-def test_a_disabled_guard_passes_all_through() -> None:
+def test_a_disabled_guard_passes_all_through():
     guard, optimizer = StepGuard(enabled=False), Tree()
     assert iterate(guard, optimizer, np.nan).reason == "disabled"
     assert (optimizer.steps, guard.state_dict()) == (1, {})
@@ -187,7 +187,7 @@ def test_a_disabled_guard_passes_all_through() -> None:
 # Words.
 
 
-def stalled(guard: GradScaler) -> None:
+def stalled(guard: GradScaler):
     """Skip every step, for each reason, with NaN in the gradients alone, in the weights and in the state."""
     optimizers = [Momentum(), Momentum(np.nan), Momentum()]
     optimizers[2].state[optimizers[2].weight]["momentum"][:] = np.inf
@@ -205,7 +205,7 @@ def stalled(guard: GradScaler) -> None:
 
 def reports(guard: GradScaler) -> Iterator[str]:
     """Yield the reports on an optimizer for every cause."""
-    optimizer: Any = Momentum()
+    optimizer = Momentum()
     for value in (np.nan, np.inf, 1.0, 0.0, 1e-42):
         optimizer.weight.grad = np.full(3, value, np.float32)
         for asked in ({}, {"loss": np.float32(np.nan)}, {"state": True}):
@@ -220,10 +220,10 @@ def mistakes(guard: GradScaler) -> Iterator[str]:
     """Yield the errors of a loop that is wrong."""
     optimizer, closure = Tree([np.ones(3, np.float32)]), Evaluating(3)
 
-    def fails() -> None:
+    def fails():
         raise MemoryError
 
-    def overflows() -> None:
+    def overflows():
         guard.scale(np.float32(1.0))
         closure.grads = [np.full(3, np.nan if closure.seen else 1.0, np.float32)]
 
@@ -255,11 +255,11 @@ def mistakes(guard: GradScaler) -> Iterator[str]:
 
 @pytest.mark.parametrize("make", [StepGuard, lambda **options: GradScaler(policy=StaticScale(1.0), **options)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_no_message_speaks_of_a_scale(make: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_message_speaks_of_a_scale(make, ranks: int, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     log = LogUpdates(summary_every=10)
 
-    def train(group: Any) -> list[str]:
+    def train(group) -> list[str]:
         over = {"skip": SkipSpikes(of="loss", above=9.0), "warn_after": 50, "backend": "numpy"}
         if ranks > 1:
             over["group"] = group
@@ -289,7 +289,7 @@ def test_no_message_speaks_of_a_scale(make: Any, ranks: int, caplog: pytest.LogC
     assert [one for one in [*told, *said, *caplog.messages] if OF_A_SCALE.search(one)] == []
 
 
-def test_a_scaler_whose_scale_is_1_and_may_change_speaks_of_it() -> None:
+def test_a_scaler_whose_scale_is_1_and_may_change_speaks_of_it():
     scaler, optimizer = GradScaler(init_scale=1.0), Tree()
     optimizer.grads = [scaler.scale(np.float32([np.inf, 1.0]))]
     assert "overflows at scale 1, which amplifies nothing" in str(scaler.diagnose(optimizer))

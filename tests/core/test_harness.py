@@ -21,13 +21,13 @@ from libraries import Library
     ],
     ids=["last bit", "dtype", "shape", "nan", "sign of zero", "sign of inf", "length"],
 )
-def test_assert_array_fails_for_a_wrong_answer(arrays: Library, got: list[float], expected: object, dtype: str) -> None:
+def test_assert_array_fails_for_a_wrong_answer(arrays: Library, got: list[float], expected: object, dtype: str):
     arrays.assert_array(arrays.asarray(got), got)
     with pytest.raises(AssertionError):
         arrays.assert_array(arrays.asarray(got), expected, dtype)
 
 
-def test_assert_array_fails_for_another_library(arrays: Library, strict: Library) -> None:
+def test_assert_array_fails_for_another_library(arrays: Library, strict: Library):
     stranger = np.float32(1.0) if arrays.name.startswith(("numpy", "strict")) else strict.asarray(1.0)
     with pytest.raises(AssertionError):
         arrays.assert_array(stranger, 1.0)
@@ -36,7 +36,7 @@ def test_assert_array_fails_for_another_library(arrays: Library, strict: Library
             arrays.asarray([1.0])[0] = 2.0
 
 
-def test_a_required_library_that_is_missing_fails_instead_of_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_required_library_that_is_missing_fails_instead_of_skipping(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(axes.MODULES, "strict", ("no_such_module_at_all",))
     axes._missing.cache_clear()
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from gradscale.scaler.state import LiveState
 
 
 @pytest.mark.parametrize("scale", [2.0**-126, 65536.0, 0.1, (2.0 - 2.0**-23) * 2.0**127])
-def test_the_fingerprint_holds_the_bits_of_the_scale_and_the_trackers(arrays: Library, scale: float) -> None:
+def test_the_fingerprint_holds_the_bits_of_the_scale_and_the_trackers(arrays: Library, scale: float):
     state = start(arrays, DynamicScale(init_scale=scale), growth_tracker=3, overflow_tracker=2**31 - 1)
     expected = [int(np.float32(scale).view(np.int32)), 3, 2**31 - 1, 0]
     for backend in (Backend(), gradscale.registry.backend_for(state.scale)):
@@ -41,7 +40,7 @@ class Misplacing(Backend):
 
     values: list[int] | None = None
 
-    def read(self, x: Any) -> list[int]:
+    def read(self, x) -> list[int]:
         values = super().read(x)
         if self.values is None:
             return values
@@ -66,7 +65,7 @@ WRONG = {
 @pytest.mark.numpy
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("call", ["state_dict", "step"])
-def test_a_read_that_no_policy_can_have_made_names_the_library(strict: Library, wrong: list[int], call: str) -> None:
+def test_a_read_that_no_policy_can_have_made_names_the_library(strict: Library, wrong: list[int], call: str):
     backend = Misplacing()
     scaler = GradScaler(backend=backend)
     optimizer = Tree()
@@ -84,7 +83,7 @@ def test_a_read_that_no_policy_can_have_made_names_the_library(strict: Library, 
 
 
 @pytest.mark.numpy
-def test_what_was_loaded_or_set_may_be_beyond_a_threshold(strict: Library) -> None:
+def test_what_was_loaded_or_set_may_be_beyond_a_threshold(strict: Library):
     scaler = GradScaler(growth_interval=5)
     iterate(strict, scaler, Tree())
     saved = scaler.state_dict()
@@ -106,7 +105,7 @@ def test_what_was_loaded_or_set_may_be_beyond_a_threshold(strict: Library) -> No
 
 @pytest.mark.numpy
 @pytest.mark.parametrize("name", presets.names())
-def test_no_rule_passes_what_it_says_its_trackers_reach(name: str) -> None:
+def test_no_rule_passes_what_it_says_its_trackers_reach(name: str):
     policy = presets.named(name, growth_interval=3)
     largest = policy.largest_trackers
     reached = [0, 0, 0]
@@ -119,10 +118,10 @@ def test_no_rule_passes_what_it_says_its_trackers_reach(name: str) -> None:
     assert LiveState(policy).numbers_of(state).scale == float(state.scale)
 
 
-def test_a_policy_that_does_not_say_may_use_all_of_int32() -> None:
+def test_a_policy_that_does_not_say_may_use_all_of_int32():
     @dataclasses.dataclass(frozen=True)
     class Own(StaticScale):
-        def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+        def update(self, state: ScaleState, *, nonfinite) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
             return state._replace(growth_tracker=np.asarray(LARGEST_INT32, np.int32))
 
     live = LiveState(Own())

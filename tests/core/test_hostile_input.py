@@ -62,27 +62,27 @@ def used() -> GradScaler:
 SAVED = used().state_dict()
 
 
-def keeps_its_state(scaler: GradScaler, _: object = None) -> None:
+def keeps_its_state(scaler: GradScaler, _: object = None):
     """Assert that a used scaler has changed in nothing."""
     assert pickle.dumps(scaler.state_dict()) == pickle.dumps(SAVED)
 
 
-def can_be_used(_: GradScaler, made_one: GradScaler) -> None:
+def can_be_used(_: GradScaler, made_one: GradScaler):
     assert made_one.state_dict() is not None
 
 
-def never(*_: object) -> None:
+def never(*_: object):
     pytest.fail("it was not refused")
 
 
-def comes_back(scaler: GradScaler, _: object) -> None:
+def comes_back(scaler: GradScaler, _: object):
     """Assert that what was loaded is loaded again as it is."""
     again = pickle.dumps(scaler.state_dict())
     scaler.load_state_dict(scaler.state_dict())
     assert pickle.dumps(scaler.state_dict()) == again
 
 
-def keeps_scales_finite(_: GradScaler, policy: Any) -> None:
+def keeps_scales_finite(_: GradScaler, policy):
     for overflow in range(4):
         state = policy.init(np.float32(1.0))
         for step in range(4):
@@ -90,7 +90,7 @@ def keeps_scales_finite(_: GradScaler, policy: Any) -> None:
         assert 0.0 < float(state.scale) < np.inf
 
 
-def can_be_loaded(_: GradScaler, found: Any) -> None:
+def can_be_loaded(_: GradScaler, found):
     GradScaler().load_state_dict(found.state_dict)
     assert str(found)
 
@@ -104,12 +104,12 @@ class Entrance(NamedTuple):
     said: str = ""  # by a refusal
 
 
-def each(what: str, names: Iterable[Any], call: Callable[..., Any], *more: Any) -> dict[str, Entrance]:
+def each(what: str, names: Iterable[Any], call: Callable[..., Any], *more) -> dict[str, Entrance]:
     """Return an entrance for each name, which the call is given first."""
     return {f"{what} {name}": Entrance(functools.partial(call, name), *more) for name in names}
 
 
-def tried(entrance: Entrance, value: Any) -> None:
+def tried(entrance: Entrance, value):
     """Make a call that may be refused with an error of ours, and with no other; a refusal changes nothing."""
     scaler = used()
     message, found = "", None
@@ -129,7 +129,7 @@ def tried(entrance: Entrance, value: Any) -> None:
     iterate_plainly(scaler, 1)
 
 
-def clip(scaler: GradScaler, max_norm: Any) -> None:
+def clip(scaler: GradScaler, max_norm):
     """Unscale and clip; a refusal leaves the gradients alone."""
     optimizer = Tree([scaler.scale(np.ones(2, np.float32)) / scaler.get_scale()])
     try:
@@ -140,12 +140,12 @@ def clip(scaler: GradScaler, max_norm: Any) -> None:
     assert optimizer.grads[0][0] != 1.0
 
 
-def unscale_begun(place: str, scaler: GradScaler, value: Any) -> None:
+def unscale_begun(place: str, scaler: GradScaler, value):
     scaler.scale(np.float32(1.0))
     scaler.unscale_(PLACES[place](value))
 
 
-def with_groups(groups: Any) -> Grouped:
+def with_groups(groups) -> Grouped:
     """Return an optimizer with these ``param_groups``."""
     optimizer = Grouped([np.ones(1, np.float32)])
     optimizer.param_groups = groups
@@ -246,7 +246,7 @@ FUZZED = {
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES.values(), ids=ENTRANCES)
-def test_a_hostile_value_is_taken_or_refused_and_a_refusal_changes_nothing(entrance: Entrance) -> None:
+def test_a_hostile_value_is_taken_or_refused_and_a_refusal_changes_nothing(entrance: Entrance):
     for name in HOSTILE:
         try:
             tried(entrance, HOSTILE[name]())
@@ -257,18 +257,18 @@ def test_a_hostile_value_is_taken_or_refused_and_a_refusal_changes_nothing(entra
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("entrance", FUZZED.values(), ids=FUZZED)
-def test_whatever_is_drawn_is_taken_or_refused_and_a_refusal_changes_nothing(entrance: Entrance) -> None:
+def test_whatever_is_drawn_is_taken_or_refused_and_a_refusal_changes_nothing(entrance: Entrance):
     number = int(os.environ.get("GRADSCALE_TEST_EXAMPLES", examples(300)))
 
     @settings(max_examples=number, suppress_health_check=list(HealthCheck))
     @given(entrance.drawn)
-    def fuzz(spec: Any) -> None:
+    def fuzz(spec):
         tried(entrance, made(spec))
 
     fuzz()
 
 
-def test_a_tree_may_be_deep() -> None:
+def test_a_tree_may_be_deep():
     scaler, levels = GradScaler(init_scale=2.0), 500
     scaled = scaler.scale(deep(levels))
     ((path, leaf),) = tree.leaves_with_paths(scaled)
@@ -280,7 +280,7 @@ def test_a_tree_may_be_deep() -> None:
     assert tree.flatten(chosen)[0] == [1.0]
 
 
-def test_a_tree_that_is_deeper_than_python_recurses_is_an_error_that_says_so_and_changes_nothing() -> None:
+def test_a_tree_that_is_deeper_than_python_recurses_is_an_error_that_says_so_and_changes_nothing():
     scaler, optimizer = GradScaler(init_scale=2.0), Tree(deep(5000, np.full(1, 2.0, np.float32)))
     message = r"must have an end, got a (list|dict) that is below \d{3} others: make it anew from its own leaves"
     for walk in (scaler.scale, tree.leaves_with_paths, lambda tree_: gradscale.select(np.asarray(True), tree_, tree_)):
@@ -293,27 +293,27 @@ def test_a_tree_that_is_deeper_than_python_recurses_is_an_error_that_says_so_and
 
 
 @pytest.mark.parametrize("given", [holding_itself(), (holding_itself(),)], ids=["a list", "deeper"])
-def test_a_tree_that_holds_itself_is_an_error_that_says_so(given: Any) -> None:
+def test_a_tree_that_holds_itself_is_an_error_that_says_so(given):
     for walk in (GradScaler().scale, tree.leaves_with_paths, lambda tree_: tree.map_leaves(lambda leaf: leaf, tree_)):
         with pytest.raises(InvalidValueError, match="must have an end, got a list that holds itself"):
             walk(given)
 
 
-def test_one_container_in_two_places_is_no_tree_that_holds_itself() -> None:
+def test_one_container_in_two_places_is_no_tree_that_holds_itself():
     shared = [np.float32(1.0)]
     assert tree.flatten([shared, {"again": shared}])[0] == [1.0, 1.0]
 
 
-def test_a_container_that_makes_others_for_ever_is_an_error() -> None:
+def test_a_container_that_makes_others_for_ever_is_an_error():
     class Endless:
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return iter([Endless()])
 
     with pytest.raises(InvalidValueError, match=r"got a Endless that is below \d{3} others"):
         tree.flatten(Endless())
 
 
-def test_what_is_shown_of_a_value_is_short_and_never_an_error() -> None:
+def test_what_is_shown_of_a_value_is_short_and_never_an_error():
     assert shown(HUGE) == f"an integer of {HUGE.bit_length()} bits"
     assert shown([HUGE]) == "a list whose repr raises ValueError"
     assert shown(Raising()) == "a Raising whose repr raises _OddError"
@@ -321,16 +321,16 @@ def test_what_is_shown_of_a_value_is_short_and_never_an_error() -> None:
     assert shown("x" * 5000) == f"'{'x' * 999}... (5002 characters)"
 
 
-def test_numbers_beyond_every_float_keep_their_sign() -> None:
+def test_numbers_beyond_every_float_keep_their_sign():
     assert validation.magnitude("m", HUGE) == math.inf
     with pytest.raises(InvalidValueError, match="m must be a number from 0 on, got an integer of"):
         validation.magnitude("m", -HUGE)
 
 
-def test_a_parameter_that_raises_when_it_is_read_is_refused() -> None:
+def test_a_parameter_that_raises_when_it_is_read_is_refused():
     class Odd:
         @property
-        def grad(self) -> Any:
+        def grad(self):
             raise ZeroDivisionError
 
     with pytest.raises(InvalidTypeError, match="an optimizer cannot be read, got ZeroDivisionError from it") as caught:
@@ -341,11 +341,11 @@ def test_a_parameter_that_raises_when_it_is_read_is_refused() -> None:
 @pytest.mark.torch
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("kind", ["gradscale", "gradscale_torch"])
-def test_a_loss_gradients_or_a_number_without_values_are_refused_and_the_scaler_goes_on(kind: str) -> None:
+def test_a_loss_gradients_or_a_number_without_values_are_refused_and_the_scaler_goes_on(kind: str):
     torch = require("torch")
     import gradscale_torch
 
-    def scaler() -> Any:
+    def scaler():
         return GradScaler() if kind == "gradscale" else gradscale_torch.GradScaler("cpu")
 
     parameter = torch.nn.Parameter(torch.ones(3, device="meta"))

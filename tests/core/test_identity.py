@@ -16,7 +16,7 @@ class Slotted:
     __slots__ = ()
 
 
-def test_of_objects_that_cannot_be_referenced_weakly_the_last_hundred_are_kept() -> None:
+def test_of_objects_that_cannot_be_referenced_weakly_the_last_hundred_are_kept():
     mapping: IdentityMap[int] = IdentityMap()
     thing, last = Thing(), Slotted()
     mapping.put(thing, -1)
@@ -27,7 +27,7 @@ def test_of_objects_that_cannot_be_referenced_weakly_the_last_hundred_are_kept()
     assert (mapping.by_id(id(thing)), mapping.by_id(id(last))) == (-1, 999)
 
 
-def test_neither_an_object_in_a_cycle_nor_the_map_waits_for_another_reference() -> None:
+def test_neither_an_object_in_a_cycle_nor_the_map_waits_for_another_reference():
     mapping: IdentityMap[Thing] = IdentityMap()
     thing, value = Thing(), Thing()
     thing.itself = thing  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ class Gradient(np.ndarray):  # type: ignore[type-arg]
 
 
 @pytest.fixture
-def _no_collector() -> Iterator[None]:
+def _no_collector():
     gc.collect()
     gc.disable()
     yield
@@ -36,7 +35,7 @@ def begun() -> tuple[GradScaler, Tree]:
 
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 @pytest.mark.parametrize("max_norm", [None, 20.0], ids=["", "clipped"])
-def test_an_iteration_keeps_neither_an_optimizer_nor_gradients(call: str, max_norm: float | None) -> None:
+def test_an_iteration_keeps_neither_an_optimizer_nor_gradients(call: str, max_norm: float | None):
     scaler, optimizer = begun()
     if call == "unscale_" or max_norm is not None:
         scaler.unscale_(optimizer, max_norm=max_norm)
@@ -50,7 +49,7 @@ def test_an_iteration_keeps_neither_an_optimizer_nor_gradients(call: str, max_no
 
 
 @pytest.mark.parametrize("steps", [False, True], ids=["unscaled", "stepped"])
-def test_a_scaler_is_in_no_cycle(steps: bool) -> None:
+def test_a_scaler_is_in_no_cycle(steps: bool):
     scaler, optimizer = begun()
     (scaler.step if steps else scaler.unscale_)(optimizer)
     held = weakref.ref(scaler)

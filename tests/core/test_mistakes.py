@@ -23,13 +23,13 @@ from gradscale import CallOrderError, GradScaler, ShardedGradScaler
 from gradscale.testing import ThreadCollectives, run_ranks
 
 
-def scaled(scaler: GradScaler, gradient: Any = None) -> list[Any]:
+def scaled(scaler: GradScaler, gradient=None):
     return [scaler.scale(np.float32([2.0]) if gradient is None else gradient)]
 
 
 @pytest.mark.parametrize("grads", [[], None, {}, [None], [[], {"w": None}]], ids=repr)
 @pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_ and step"])
-def test_a_step_without_a_single_gradient_is_an_error(arrays: Library, grads: Any, unscales: bool) -> None:
+def test_a_step_without_a_single_gradient_is_an_error(arrays: Library, grads, unscales: bool):
     scaler, optimizer = GradScaler(init_scale=4.0), Tree()
     scaler.scale(arrays.asarray(1.0))
     optimizer.grads = grads
@@ -53,7 +53,7 @@ def test_a_step_without_a_single_gradient_is_an_error(arrays: Library, grads: An
     assert (len(optimizer.calls), scaler.last_step(optimizer).reason) == (1, "stepped")
 
 
-def test_an_update_after_a_plain_step_of_the_optimizer_is_an_error(arrays: Library) -> None:
+def test_an_update_after_a_plain_step_of_the_optimizer_is_an_error(arrays: Library):
     scaler, optimizer = GradScaler(init_scale=4.0), Tree()
     optimizer.grads = scaled(scaler, arrays.asarray([2.0]))
     optimizer.step()
@@ -66,7 +66,7 @@ def test_an_update_after_a_plain_step_of_the_optimizer_is_an_error(arrays: Libra
 
 
 @pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_gradients_of_an_iteration_that_has_scaled_nothing_are_told_of_once(arrays: Library, call: str) -> None:
+def test_gradients_of_an_iteration_that_has_scaled_nothing_are_told_of_once(arrays: Library, call: str):
     scaler, first, second = GradScaler(init_scale=4.0, growth_interval=1), Tree(), Tree()
     first.grads, second.grads = [scaled(scaler, arrays.asarray([1.0])) for _ in range(2)]
     scaler.step(first)
@@ -93,7 +93,7 @@ class Other(Tree):
     """Another class of optimizer."""
 
 
-def iterate_cleanly(scaler: GradScaler, *optimizers: Tree) -> None:
+def iterate_cleanly(scaler: GradScaler, *optimizers: Tree):
     """Make a clean iteration."""
     for optimizer in optimizers:
         optimizer.grads = scaled(scaler)
@@ -103,7 +103,7 @@ def iterate_cleanly(scaler: GradScaler, *optimizers: Tree) -> None:
 
 
 @pytest.mark.numpy
-def test_ranks_may_step_other_classes_under_one_name_and_name_them_in_any_order() -> None:
+def test_ranks_may_step_other_classes_under_one_name_and_name_them_in_any_order():
     def rank(group: ThreadCollectives) -> int:
         scaler = ShardedGradScaler(group=group)
         optimizers = [Tree(), Other()] if group.rank == 0 else [Other(), Tree()]
@@ -132,7 +132,7 @@ def test_ranks_may_step_other_classes_under_one_name_and_name_them_in_any_order(
 @pytest.mark.numpy
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_of_optimizers_are_to_be_named_again(copied: Callable[[Any], Any], times: int) -> None:
+def test_copies_of_optimizers_are_to_be_named_again(copied: Callable[[Any], Any], times: int):
     def rank(group: ThreadCollectives) -> int:
         scaler, generator, critic, unnamed = ShardedGradScaler(group=group), Tree(), Tree(), Tree()
         scaler.name(generator, "generator")
@@ -162,13 +162,13 @@ class Solo:
 
     rank, size = 0, 1
 
-    def __init__(self, interrupted: int = 0) -> None:
+    def __init__(self, interrupted: int = 0):
         self.started, self.interrupted = 0, interrupted
 
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
+    def start_max(self, x, /):
         self.started += 1
 
-        def finish() -> Any:
+        def finish():
             if self.started == self.interrupted:
                 self.interrupted = 0
                 raise KeyboardInterrupt
@@ -179,9 +179,7 @@ class Solo:
 
 @pytest.mark.numpy
 @pytest.mark.parametrize("place", [0, 1])
-def test_ctrl_c_in_one_of_two_groups_sends_nothing_twice_or_leaves_a_scaler_that_takes_another_group(
-    place: int,
-) -> None:
+def test_ctrl_c_in_one_of_two_groups_sends_nothing_twice_or_leaves_a_scaler_that_takes_another_group(place: int):
     for message in (1, 2):
         groups = [Solo(message if index == place else 0) for index in range(2)]
         scaler, optimizer = ShardedGradScaler(group=groups), Tree()
@@ -200,12 +198,12 @@ def test_ctrl_c_in_one_of_two_groups_sends_nothing_twice_or_leaves_a_scaler_that
 
 
 @pytest.mark.numpy
-def test_calls_inside_of_a_step_are_errors_in_any_thread_but_a_loss_may_be_scaled() -> None:
+def test_calls_inside_of_a_step_are_errors_in_any_thread_but_a_loss_may_be_scaled():
     scaler = GradScaler(init_scale=4.0)
     busy = "was called while another call of this scaler is under way"
 
     class Nested(Tree):
-        def step(self, *args: Any, **kwargs: Any) -> str:
+        def step(self, *args, **kwargs) -> str:
             with ThreadPoolExecutor(1) as pool:
                 for run in (lambda call: call(), lambda call: pool.submit(call).result()):
                     for call in (lambda: scaler.unscale_(self), lambda: scaler.step(self), scaler.update):
@@ -226,9 +224,7 @@ def test_calls_inside_of_a_step_are_errors_in_any_thread_but_a_loss_may_be_scale
 
 
 @pytest.mark.parametrize("by_closure", [False, True])
-def test_an_optimizer_without_step_is_an_error_before_its_gradients_are_touched(
-    arrays: Library, by_closure: bool
-) -> None:
+def test_an_optimizer_without_step_is_an_error_before_its_gradients_are_touched(arrays: Library, by_closure: bool):
     class Stepless:
         """Of the tree protocol."""
 
@@ -241,7 +237,7 @@ def test_an_optimizer_without_step_is_an_error_before_its_gradients_are_touched(
         scaler.last_step(optimizer)  # type: ignore[arg-type]
 
 
-def test_the_wrapper_of_a_stepped_optimizer_is_told_to_give_what_it_wraps(arrays: Library) -> None:
+def test_the_wrapper_of_a_stepped_optimizer_is_told_to_give_what_it_wraps(arrays: Library):
     scaler, optimizer = GradScaler(), Tree()
     iterate(arrays, scaler, optimizer)
     wrapper = types.SimpleNamespace(optimizer=optimizer)
@@ -251,9 +247,9 @@ def test_the_wrapper_of_a_stepped_optimizer_is_told_to_give_what_it_wraps(arrays
 
 
 @pytest.mark.parametrize("call", ["unscale_", "step", "refuse", "diagnose"])
-def test_several_optimizers_and_a_class_are_told_to_give_one_optimizer(arrays: Library, call: str) -> None:
+def test_several_optimizers_and_a_class_are_told_to_give_one_optimizer(arrays: Library, call: str):
     class Classy:
-        def step(self) -> None: ...
+        def step(self): ...
 
     scaler = GradScaler()
     optimizer = Tree(scaled(scaler, arrays.asarray([2.0])))
@@ -281,7 +277,7 @@ def begun(arrays: Library) -> tuple[GradScaler, Tree]:
     return scaler, optimizer
 
 
-def again(scaler: GradScaler, optimizer: Any) -> None:
+def again(scaler: GradScaler, optimizer):
     scaler.step(optimizer, lambda: None)
 
 
@@ -309,7 +305,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
 @pytest.mark.parametrize(("calls", "message"), WRONG.values(), ids=WRONG)
 def test_a_call_in_a_wrong_order_is_an_error_that_changes_nothing(
     arrays: Library, calls: list[Any], message: str, value: float
-) -> None:
+):
     scaler, optimizer = begun(arrays)
     optimizer.grads = [arrays.asarray([value * 65536.0])]
     *right, wrong = calls
@@ -327,7 +323,7 @@ def test_a_call_in_a_wrong_order_is_an_error_that_changes_nothing(
 
 
 @pytest.mark.parametrize("method", ["unscale_", "step"])
-def test_unscale_before_any_scale_and_an_update_of_nothing(arrays: Library, method: str) -> None:
+def test_unscale_before_any_scale_and_an_update_of_nothing(arrays: Library, method: str):
     scaler, optimizer = GradScaler(), Tree([arrays.asarray([1.0])])
     with pytest.raises(CallOrderError, match=rf"scale\(\) has never been called: (?!.*Sharded).*{ORDER}"):
         getattr(scaler, method)(optimizer)
@@ -341,7 +337,7 @@ def test_unscale_before_any_scale_and_an_update_of_nothing(arrays: Library, meth
     assert scaler.state_dict()["iteration"] == 2
 
 
-def test_a_load_in_a_closure_is_an_error(arrays: Library) -> None:
+def test_a_load_in_a_closure_is_an_error(arrays: Library):
     scaler, optimizer = begun(arrays)
     minimiser = Evaluating()
     minimiser.grads = optimizer.grads
@@ -351,7 +347,7 @@ def test_a_load_in_a_closure_is_an_error(arrays: Library) -> None:
 
 @pytest.mark.numpy
 @pytest.mark.parametrize("call", ["unscale_", "step", "update"])
-def test_ctrl_c_anywhere_in_a_call_leaves_a_scaler_that_can_be_called(call: str) -> None:
+def test_ctrl_c_anywhere_in_a_call_leaves_a_scaler_that_can_be_called(call: str):
     def begin() -> tuple[GradScaler, Callable[[], object]]:
         scaler = GradScaler(init_scale=4.0)
         optimizer = Tree(scaled(scaler))
@@ -367,7 +363,7 @@ def test_ctrl_c_anywhere_in_a_call_leaves_a_scaler_that_can_be_called(call: str)
 
 @pytest.mark.numpy
 @pytest.mark.parametrize("value", [1.0, np.inf])
-def test_ctrl_c_anywhere_in_an_update_that_is_made_again_counts_and_learns_once(value: float) -> None:
+def test_ctrl_c_anywhere_in_an_update_that_is_made_again_counts_and_learns_once(value: float):
     def begin() -> tuple[GradScaler, Callable[[], object]]:
         scaler = GradScaler(init_scale=4.0, skip=gradscale.SkipSpikes(of="loss", window=8))
         scaler.scale(np.float32(3.0))
@@ -384,7 +380,7 @@ def test_ctrl_c_anywhere_in_an_update_that_is_made_again_counts_and_learns_once(
 
 
 @pytest.mark.numpy
-def test_no_optimizer_is_stepped_between_an_interrupted_update_and_the_next() -> None:
+def test_no_optimizer_is_stepped_between_an_interrupted_update_and_the_next():
     def begin() -> tuple[GradScaler, Callable[[], object]]:
         scaler = GradScaler(init_scale=4.0)
         scaler.step(Tree(scaled(scaler)))
@@ -413,7 +409,7 @@ MIDDLE: dict[str, Callable[[GradScaler], Any]] = {
 
 @pytest.mark.parametrize("what", MIDDLE)
 @pytest.mark.parametrize("after", ["unscale_", "step", "a closure"])
-def test_no_copy_in_the_middle_of_an_iteration(arrays: Library, what: str, after: str) -> None:
+def test_no_copy_in_the_middle_of_an_iteration(arrays: Library, what: str, after: str):
     scaler, optimizer = begun(arrays)
     # After scale() it is fine.
     MIDDLE[what](scaler)

@@ -23,7 +23,7 @@ from gradscale.tools.simulation import Gradients, measured, recorded, simulate
 pytestmark = pytest.mark.numpy
 
 
-def assert_same_life(policy: Any, counts: list[int]) -> None:
+def assert_same_life(policy, counts: list[int]):
     """Compare the states after each count."""
     arrays = policy.init(np.zeros((), np.float32))
     numbers = Numbers(*(x.item() for x in arrays))
@@ -36,7 +36,7 @@ def assert_same_life(policy: Any, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in presets.names() if type(presets.named(name)) is DynamicScale])
-def test_every_preset_lives_as_over_arrays(name: str) -> None:
+def test_every_preset_lives_as_over_arrays(name: str):
     rng = np.random.default_rng(5)
     counts = np.where(rng.random(400) < rng.choice([0.01, 0.5], 400), rng.integers(1, 9, 400), 0).tolist()
     assert_same_life(presets.named(name), counts)
@@ -60,23 +60,23 @@ def test_every_preset_lives_as_over_arrays(name: str) -> None:
         },
     ),
 )
-def test_any_setting_lives_as_over_arrays(counts: list[int], settings: dict[str, Any]) -> None:
+def test_any_setting_lives_as_over_arrays(counts: list[int], settings: dict[str, Any]):
     patience = settings.pop("patience", {})
     assert_same_life(DynamicScale(**settings, **patience), counts)
 
 
-def ruled(update: Callable[[Any, Any, Any], Any]) -> Any:
+def ruled(update: Callable[[Any, Any, Any], Any]):
     """Return a frozen policy whose update is a function of the namespace, the state and the count."""
 
-    def method(_: Any, state: ScaleState, *, nonfinite: Any) -> Any:
+    def method(_, state: ScaleState, *, nonfinite):
         return update(array_namespace(state.scale), state, nonfinite)
 
     return dataclasses.dataclass(frozen=True)(type("Ruled", (StaticScale,), {"update": method}))(8.0)
 
 
-def test_a_class_that_derives_from_dynamic_scale_keeps_its_own_rule() -> None:
+def test_a_class_that_derives_from_dynamic_scale_keeps_its_own_rule():
     class Doubling(DynamicScale):
-        def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+        def update(self, state: ScaleState, *, nonfinite) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
             return state._replace(scale=np.asarray(state.scale * np.float32(2.0)))
 
     assert next_numbers(Doubling(), Numbers(8.0), 0) is None
@@ -90,7 +90,7 @@ def test_a_class_that_derives_from_dynamic_scale_keeps_its_own_rule() -> None:
 ASKS_FOR_VALUES = ruled(lambda _, state, bad: state._replace(scale=state.scale / 2) if int(bad) else state)
 
 
-def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays() -> None:
+def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays():
     scaler, optimizer = GradScaler(policy=ASKS_FOR_VALUES), Tree()
     with opened("numpy") as library:
         skipped = [iterate(library, scaler, optimizer, [value]).skipped for value in (8.0, np.inf, 8.0)]
@@ -98,7 +98,7 @@ def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays() -> None:
 
 
 @pytest.mark.parametrize("needs_arrays", ["before", "after"])
-def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str) -> None:
+def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str):
     first, second = ASKS_FOR_VALUES, DynamicScale(init_scale=8.0)
     if needs_arrays == "after":
         first, second = second, first  # type: ignore[assignment]
@@ -110,10 +110,22 @@ def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str) -> 
     assert live.scale() == 2.0
 
 
+def test_a_scale_is_known_again_by_the_first_verdict_after_it_was_replaced():
+    live = LiveState(DynamicScale())
+    state = live.current(np.zeros((), np.float32))
+    before = live.updates
+    live.take(state._replace(scale=np.full((), 8.0, np.float32)))
+    live.note_scale(2.0**16, before)
+    assert live.floor(live.state) == 0.0
+    # Begun before any update has adapted it.
+    live.note_scale(8.0, live.updates)
+    assert live.floor(live.state) == 8.0
+
+
 # Simulations.
 
 
-def test_letters_give_the_scale_that_each_step_used() -> None:
+def test_letters_give_the_scale_that_each_step_used():
     result = simulate(DynamicScale(init_scale=8.0, growth_interval=2), "cc oC", name="x")
     assert result.scale == (8.0, 8.0, 16.0, 8.0)
     assert result.skipped == (False, False, True, False)
@@ -121,11 +133,11 @@ def test_letters_give_the_scale_that_each_step_used() -> None:
 
 
 @pytest.mark.parametrize("magnitude", [65504.0 / 8.0, 8189.0], ids=["at-the-largest", "above-it"])
-def test_a_magnitude_overflows_above_the_largest_float16(magnitude: float) -> None:
+def test_a_magnitude_overflows_above_the_largest_float16(magnitude: float):
     assert simulate(StaticScale(8.0), measured([magnitude])).skipped == (magnitude > 8188.0,)
 
 
-def test_magnitudes_of_half_precision_do_not_overflow_in_it() -> None:
+def test_magnitudes_of_half_precision_do_not_overflow_in_it():
     exact = [0.001, 70.0]
     half = np.asarray(exact, dtype=np.float16)
     assert simulate(StaticScale(2.0**20), measured(half)).skipped == (False, True)
@@ -133,12 +145,12 @@ def test_magnitudes_of_half_precision_do_not_overflow_in_it() -> None:
     assert simulate(StaticScale(1.0), measured([10**400, 3])).skipped == (True, False)
 
 
-def test_a_policy_that_raises_ends_its_run_in_that_step() -> None:
+def test_a_policy_that_raises_ends_its_run_in_that_step():
     result = simulate(DynamicScale(init_scale=4.0, min_scale=1.0, at_min="raise"), "OOOOO")
     assert (result.raised_at, result.scale) == (3, (4.0, 2.0, 1.0))
 
 
-def test_a_long_run_is_made_to_its_end() -> None:
+def test_a_long_run_is_made_to_its_end():
     result = simulate(DynamicScale(), "C" * 45_000)
     assert len(result.scale) == len(result.skipped) == 45_000
     assert result.raised_at is None
@@ -149,30 +161,30 @@ class _Branching:
     init_scale = 1.0
     init = DynamicScale().init
 
-    def update(self, state: Any, *, nonfinite: Any) -> Any:
+    def update(self, state, *, nonfinite):
         return state if nonfinite else StaticScale().backoff(state)
 
-    def at_min_scale(self, _: Any) -> None:
+    def at_min_scale(self, _):
         return None
 
 
-def test_a_policy_that_asks_for_a_value_is_refused() -> None:
-    policy: Any = _Branching()
+def test_a_policy_that_asks_for_a_value_is_refused():
+    policy = _Branching()
     with pytest.raises(InvalidTypeError, match=r"asks for the value of an array.*where\(\)"):
         simulate(policy, "C")
 
 
 class _Forgetful(StaticScale):
-    def update(self, state: Any, *, nonfinite: Any) -> Any:  # noqa: ARG002
+    def update(self, state, *, nonfinite):  # noqa: ARG002
         return state[:-1]
 
 
-def test_a_policy_whose_state_loses_a_field_is_refused() -> None:
+def test_a_policy_whose_state_loses_a_field_is_refused():
     with pytest.raises(InvalidTypeError, match=r"got _Forgetful\(.*trying it failed with ValueError"):
         simulate(_Forgetful(8.0), "C")
 
 
-def test_bad_gradients_are_refused_with_what_was_there() -> None:
+def test_bad_gradients_are_refused_with_what_was_there():
     bad: list[tuple[Any, Any, type[Exception], str]] = [
         (recorded, "CCX", InvalidValueError, "'X' at position 3"),
         (recorded, " ", InvalidValueError, "at least one step"),

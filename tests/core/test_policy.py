@@ -23,11 +23,11 @@ LARGEST = float(np.finfo(np.float32).max)
 MOST = 2**31 - 1
 
 
-def near(at_min: str, **settings: float) -> dict[str, Any]:
+def near(at_min: str, **settings: float):
     return {"init_scale": 8.0, "at_min": at_min, **settings}
 
 
-def patient(*refill: str) -> dict[str, Any]:
+def patient(*refill: str):
     return {"init_scale": 8.0, "growth_interval": 3, "hysteresis": 2, "hysteresis_refill": refill}
 
 
@@ -66,17 +66,17 @@ RUNS: dict[str, tuple[dict[str, Any], str, list[float]]] = {
 
 
 @pytest.mark.parametrize(("settings", "steps", "expected"), RUNS.values(), ids=RUNS)
-def test_the_scale_after_each_step(arrays: Library, settings: Any, steps: str, expected: list[float]) -> None:
+def test_the_scale_after_each_step(arrays: Library, settings, steps: str, expected: list[float]):
     assert scales(arrays, DynamicScale(**settings), steps) == expected
 
 
-def test_a_tracker_beyond_a_lowered_threshold_acts_at_once(arrays: Library) -> None:
+def test_a_tracker_beyond_a_lowered_threshold_acts_at_once(arrays: Library):
     policy = DynamicScale(init_scale=8.0, growth_interval=5, hysteresis=2)
     assert scales(arrays, policy, "C", start(arrays, policy, growth_tracker=1500)) == [16.0]
     assert scales(arrays, policy, "O", start(arrays, policy, overflow_tracker=1500)) == [4.0]
 
 
-def test_an_interval_must_fit_its_tracker() -> None:
+def test_an_interval_must_fit_its_tracker():
     with pytest.raises(InvalidValueError, match="growth_interval"):
         DynamicScale(growth_interval=MOST, growth_after="interval_plus_one")
 
@@ -88,7 +88,7 @@ def test_an_interval_must_fit_its_tracker() -> None:
         *(("int32", count) for count in (2, 7, MOST, -1)),
     ],
 )
-def test_any_number_but_zero_is_an_overflow(arrays: Library, dtype: str, value: int) -> None:
+def test_any_number_but_zero_is_an_overflow(arrays: Library, dtype: str, value: int):
     policy = DynamicScale(init_scale=4.0)
     state = policy.update(start(arrays, policy), nonfinite=arrays.asarray(value, dtype))
     assert arrays.state(state) == (2.0 if value else 4.0, 0 if value else 1, 0, 0)
@@ -102,16 +102,17 @@ def test_any_number_but_zero_is_an_overflow(arrays: Library, dtype: str, value: 
 @example(scale=LARGEST, factor=1.0 + 2.0**-52)
 @example(scale=2.0**127, factor=2.0 - 2.0**-24)
 @example(scale=2.0**127, factor=2.0 - 2.0**-25)
-def test_growth_is_the_rounded_product_or_nothing(scale: float, factor: float) -> None:
+def test_growth_is_the_rounded_product_or_nothing(scale: float, factor: float):
     policy = DynamicScale(init_scale=scale, growth_factor=factor, growth_interval=1)
-    with np.errstate(all="raise"):
+    # A backoff that is not taken may be subnormal near the smallest scale, of which NumPy does not warn by default.
+    with np.errstate(all="raise", under="ignore"):
         grown = float(policy.update(policy.init(np.zeros(())), nonfinite=np.asarray(0)).scale)
     with np.errstate(all="ignore"):
         product = float(np.float32(np.float64(scale) * factor))
     assert grown == (product if math.isfinite(product) else scale)
 
 
-def test_bounds_are_rounded_to_float32_so_that_they_can_be_honoured_exactly(arrays: Library) -> None:
+def test_bounds_are_rounded_to_float32_so_that_they_can_be_honoured_exactly(arrays: Library):
     policy = DynamicScale(init_scale=0.1, min_scale=0.1, max_scale=0.1)
     assert policy.min_scale == policy.max_scale == float(np.float32(0.1))
     assert set(scales(arrays, policy, "OOCC")) == {float(np.float32(0.1))}
@@ -122,7 +123,7 @@ def test_bounds_are_rounded_to_float32_so_that_they_can_be_honoured_exactly(arra
 
 @pytest.mark.numpy
 @given(tolerance=st.floats(0.0, 1.0, width=16), sequence=st.text("CO", max_size=40))
-def test_a_tolerance_counts_as_exact_fractions_do(tolerance: float, sequence: str) -> None:
+def test_a_tolerance_counts_as_exact_fractions_do(tolerance: float, sequence: str):
     policy = DynamicScale(init_scale=2.0**60, tolerance=tolerance, growth_interval=7)
     state = policy.init(np.zeros(()))
     overflows = steps = run = 0
@@ -142,7 +143,7 @@ def test_a_tolerance_counts_as_exact_fractions_do(tolerance: float, sequence: st
         assert float(state.scale) == before * change
 
 
-def test_backoff_lowers_once_whatever_is_tolerated(arrays: Library) -> None:
+def test_backoff_lowers_once_whatever_is_tolerated(arrays: Library):
     policy = DynamicScale(init_scale=8.0, hysteresis=5, min_scale=3.0)
     state = policy.backoff(start(arrays, policy, growth_tracker=7, overflow_tracker=2))
     assert arrays.state(state) == (4.0, 0, 0, 0)
@@ -162,15 +163,15 @@ def test_backoff_lowers_once_whatever_is_tolerated(arrays: Library) -> None:
     ],
 )
 def test_counters_stop_at_the_largest_int32(
-    arrays: Library, settings: Any, step: str, trackers: tuple[int, ...], expected: tuple[float, ...]
-) -> None:
+    arrays: Library, settings, step: str, trackers: tuple[int, ...], expected: tuple[float, ...]
+):
     policy = DynamicScale(init_scale=8.0, **settings)
     growth, overflows, steps = trackers
     state = start(arrays, policy, growth_tracker=growth, overflow_tracker=overflows, rescale_tracker=steps)
     assert arrays.state(follow(arrays, policy, step, state)[0]) == expected
 
 
-def test_at_the_minimum_an_overflow_that_would_back_off_is_told_where_it_must_be_raised(arrays: Library) -> None:
+def test_at_the_minimum_an_overflow_that_would_back_off_is_told_where_it_must_be_raised(arrays: Library):
     settings: dict[str, Any] = {"init_scale": 2.0, "min_scale": 1.0}
     for hysteresis, steps, told in ((1, "CO", [False, True]), (2, "OOOC", [False, True, True, False])):
         policy = DynamicScale(**settings, at_min="raise", hysteresis=hysteresis)
@@ -182,7 +183,7 @@ def test_at_the_minimum_an_overflow_that_would_back_off_is_told_where_it_must_be
         assert policy.at_min_scale(start(arrays, policy, scale=1.0)) is None
 
 
-def test_a_static_scale_never_changes(arrays: Library) -> None:
+def test_a_static_scale_never_changes(arrays: Library):
     policy = StaticScale(init_scale=128.0)
     assert scales(arrays, policy, "COCO") == [128.0] * 4
     state = start(arrays, policy)
@@ -191,7 +192,7 @@ def test_a_static_scale_never_changes(arrays: Library) -> None:
     assert policy.clamp(3.0) == 3.0
 
 
-def test_the_state_stays_on_the_device_of_the_array_it_was_made_like(strict: Library) -> None:
+def test_the_state_stays_on_the_device_of_the_array_it_was_made_like(strict: Library):
     policy = DynamicScale(growth_interval=1, tolerance=0.5, max_scale=2.0**20, at_min="raise")
     for name in ("device1", "no_float64"):
         where = strict.xp.Device(name)
@@ -200,6 +201,6 @@ def test_the_state_stays_on_the_device_of_the_array_it_was_made_like(strict: Lib
             # The verdict may be on another device.
             state = policy.update(state, nonfinite=strict.asarray(verdict, "int32", device=strict.xp.Device("device2")))
             assert {field.device for field in state} == {where}
-        at_min_scale: Any = policy.at_min_scale(state)
+        at_min_scale = policy.at_min_scale(state)
         assert at_min_scale.device == where
         assert {field.device for field in policy.backoff(state)} == {where}

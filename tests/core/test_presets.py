@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,31 +33,31 @@ DEFAULTS = {
 }
 
 
-def test_each_preset_has_the_defaults_of_its_system() -> None:
+def test_each_preset_has_the_defaults_of_its_system():
     assert sorted(" ".join(DEFAULTS.values()).split()) == ALL
     for defaults, names in DEFAULTS.items():
         for name in names.split():
-            rule: Any = presets.named(name)
+            rule = presets.named(name)
             assert (rule.init_scale, rule.growth_interval) == defaults
             assert getattr(presets, name)() == rule
     assert presets.torch() == DynamicScale() == DynamicScale(growth_factor=2.0, backoff_factor=0.5, hysteresis=1)
 
 
 @pytest.mark.parametrize(("name", "said"), [("megatrn", "did you mean 'megatron'"), ("Torch", "'torch'"), ("", "mpx")])
-def test_an_unknown_name_is_refused_with_the_nearest_and_all_others(name: str, said: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_and_all_others(name: str, said: str):
     with pytest.raises(InvalidValueError, match=f"got {name!r}.*{said}") as error:
         presets.named(name)
     assert all(known in str(error.value) for known in ALL)
 
 
-def test_what_is_no_name_and_a_setting_that_the_preset_has_not_are_refused() -> None:
+def test_what_is_no_name_and_a_setting_that_the_preset_has_not_are_refused():
     with pytest.raises(InvalidTypeError, match="got 3 of type int"):
         presets.named(3)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match=r"'keras' has no setting hysteresis.* init_scale, growth_interval"):
         presets.named("keras", hysteresis=2)
 
 
-def test_jmps_numbers_are_taken_and_moved_to_what_they_mean() -> None:
+def test_jmps_numbers_are_taken_and_moved_to_what_they_mean():
     policy = presets.jmp(min_scale=0.0, growth_interval=3.0)
     assert policy == presets.jmp(min_scale=2.0**-126, growth_interval=3)
     assert type(policy.growth_interval) is int
@@ -67,7 +66,7 @@ def test_jmps_numbers_are_taken_and_moved_to_what_they_mean() -> None:
 
 
 @pytest.mark.parametrize("name", ["colossalai", "megatron", "paddle", "paddle_static"])
-def test_factors_are_float32_where_the_original_multiplies_by_such(name: str) -> None:
+def test_factors_are_float32_where_the_original_multiplies_by_such(name: str):
     settings = {"init_scale": 2.0**40, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1}
     steps = "".join(np.random.default_rng(3).choice(["C", "C", "O"], 200))
     wanted, scale = [], np.float32(2.0**40)
@@ -80,7 +79,7 @@ def test_factors_are_float32_where_the_original_multiplies_by_such(name: str) ->
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_wrong_argument_is_refused_by_its_name(name: str) -> None:
+def test_a_wrong_argument_is_refused_by_its_name(name: str):
     # What else DynamicScale refuses is in test_validation.py.
     for setting in inspect.signature(getattr(presets, name)).parameters:
         for value in ("8", -1, math.nan):
@@ -92,9 +91,9 @@ def test_a_wrong_argument_is_refused_by_its_name(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 @given(data=st.data())
 @settings(max_examples=examples(10))
-def test_the_scale_stays_finite_above_zero_and_within_bounds(name: str, data: st.DataObject) -> None:
+def test_the_scale_stays_finite_above_zero_and_within_bounds(name: str, data: st.DataObject):
     interval = data.draw(st.integers(1, 5))
-    rule: Any = presets.named(name, growth_interval=interval)
+    rule = presets.named(name, growth_interval=interval)
     tracker = st.one_of(st.integers(0, 9), st.integers(0, 2**31 - 1))
     with opened("numpy") as library:
         state = start(
@@ -116,8 +115,8 @@ def test_the_scale_stays_finite_above_zero_and_within_bounds(name: str, data: st
 @pytest.mark.numpy
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("step", "CO")
-def test_the_scale_stops_at_the_ends_of_float32(name: str, step: str) -> None:
-    rule: Any = presets.named(name, growth_interval=1)
+def test_the_scale_stops_at_the_ends_of_float32(name: str, step: str):
+    rule = presets.named(name, growth_interval=1)
     with opened("numpy") as library:
         last = scales(library, rule, step * 400)[-1]
     assert math.isfinite(last)
@@ -127,18 +126,18 @@ def test_the_scale_stops_at_the_ends_of_float32(name: str, step: str) -> None:
 # The rule with a class of its own.
 
 
-def test_any_scale_with_trackers_of_zero_is_continued(arrays: Library) -> None:
+def test_any_scale_with_trackers_of_zero_is_continued(arrays: Library):
     gradual = GradualScale(growth_interval=2)
     assert scales(arrays, gradual, "CCO", start(arrays, gradual, scale=3.0)) == [float(np.float32(18**0.5)), 6.0, 3.0]
 
 
-def test_backoff_ends_a_fast_start(arrays: Library) -> None:
+def test_backoff_ends_a_fast_start(arrays: Library):
     gradual = GradualScale(init_scale=8.0, growth_interval=1000, fast_start=True)
     after = scales(arrays, gradual, "C", gradual.backoff(start(arrays, gradual)))
     assert after == [float(np.float32(4.0 * 2.0**0.001))]
 
 
-def gradual_by_hand(steps: str, rule: Any) -> list[float]:
+def gradual_by_hand(steps: str, rule) -> list[float]:
     """Return the scales of Chainer's rule by their exact logarithms, each rounded once."""
     exponent, is_fast, got = Fraction(math.log2(rule.init_scale)), rule.fast_start, []
     for step in steps:
@@ -155,9 +154,9 @@ def gradual_by_hand(steps: str, rule: Any) -> list[float]:
 @pytest.mark.numpy
 @pytest.mark.parametrize("interval", [3, *later("ranks", 100, 1000)])
 @pytest.mark.parametrize("name", ["chainer", "guided_diffusion"])
-def test_gradual_growth_is_the_nearest_float32_of_the_exact_rule(name: str, interval: int) -> None:
+def test_gradual_growth_is_the_nearest_float32_of_the_exact_rule(name: str, interval: int):
     draws = np.random.default_rng(interval).random(1500)
     steps = "".join("O" if draw < 0.7 / interval else "C" for draw in draws)
-    rule: Any = presets.named(name, growth_interval=interval)
+    rule = presets.named(name, growth_interval=interval)
     with opened("numpy") as library:
         assert scales(library, rule, steps) == gradual_by_hand(steps, rule)

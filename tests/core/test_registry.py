@@ -28,7 +28,7 @@ Install = Callable[..., None]
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Return a function that makes the given entry points (name, value) the only installed ones."""
 
-    def replace(*entries: tuple[str, str]) -> None:
+    def replace(*entries: tuple[str, str]):
         points = [EntryPoint(name, value, registry.GROUP) for name, value in entries]
 
         def entry_points(*, group: str) -> list[EntryPoint]:
@@ -49,14 +49,14 @@ class Adapter(Backend):
     name = "mine"
 
 
-def module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **members):
     """Make a module importable."""
     made = ModuleType(name)
     vars(made).update(members)
     monkeypatch.setitem(sys.modules, name, made)
 
 
-def test_the_adapters_of_this_distribution_are_registered() -> None:
+def test_the_adapters_of_this_distribution_are_registered():
     assert {"numpy", "mpi4py"} <= set(registry.names())
     assert registry.names() == sorted(registry.names())
     assert registry.get("numpy").name == "numpy"
@@ -64,7 +64,7 @@ def test_the_adapters_of_this_distribution_are_registered() -> None:
 
 
 @pytest.mark.numpy
-def test_numpys_arrays_scalars_and_subclasses_are_served_by_its_adapter() -> None:
+def test_numpys_arrays_scalars_and_subclasses_are_served_by_its_adapter():
     class Mine(np.ndarray[Any, Any]):
         pass
 
@@ -72,15 +72,13 @@ def test_numpys_arrays_scalars_and_subclasses_are_served_by_its_adapter() -> Non
         assert registry.backend_for(x) is registry.get("numpy")
 
 
-def test_a_library_without_adapter_is_served_by_the_pure_core(strict: Library) -> None:
+def test_a_library_without_adapter_is_served_by_the_pure_core(strict: Library):
     assert registry.backend_for(strict.asarray(1.0)).name == "generic"
     with pytest.raises(BackendNotAvailableError, match="backend= must name a library's adapter"):
         registry.backend_for(strict.asarray(1.0)).example()
 
 
-def test_an_adapter_is_found_along_the_mro_by_the_top_level_module(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_is_found_along_the_mro_by_the_top_level_module(install: Install, monkeypatch: pytest.MonkeyPatch):
     class Tensor:
         __module__ = "mylib.deep.inside"
 
@@ -93,7 +91,7 @@ def test_an_adapter_is_found_along_the_mro_by_the_top_level_module(
     assert registry.names() == ["mylib"]
 
 
-def test_nothing_is_imported_to_look_an_adapter_up(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_imported_to_look_an_adapter_up(install: Install, monkeypatch: pytest.MonkeyPatch):
     install(("broken", "no_such_module_at_all:backend"), ("mine", "gradscale_mine:backend"))
     module(monkeypatch, "gradscale_mine", backend=Adapter())
     assert registry.names() == ["broken", "mine"]
@@ -109,7 +107,7 @@ def test_nothing_is_imported_to_look_an_adapter_up(install: Install, monkeypatch
         ("mylib", "install the package that provides it"),
     ],
 )
-def test_a_missing_adapter_is_named_with_what_to_install(install: Install, name: str, command: str) -> None:
+def test_a_missing_adapter_is_named_with_what_to_install(install: Install, name: str, command: str):
     install(("other", "gradscale_other:backend"))
     with pytest.raises(BackendNotAvailableError, match=f"registered for '{name}'; {command}. Registered: other"):
         registry.get(name)
@@ -121,7 +119,7 @@ def test_a_missing_adapter_is_named_with_what_to_install(install: Install, name:
 
 def test_two_adapters_of_one_name_are_an_error_that_names_both_but_one_that_is_found_twice_is_one(
     install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     install(("mine", "second:backend"), ("mine", "first:backend"))
     message = r"2 gradscale adapters .*'mine': first:backend \(from .*\) and second:backend \(from .*\); uninstall"
     with pytest.raises(BackendError, match=message):
@@ -131,7 +129,7 @@ def test_two_adapters_of_one_name_are_an_error_that_names_both_but_one_that_is_f
     assert isinstance(registry.get("mine"), Adapter)
 
 
-def test_an_adapter_that_cannot_be_loaded_keeps_the_cause(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_cannot_be_loaded_keeps_the_cause(install: Install, monkeypatch: pytest.MonkeyPatch):
     install(("numpy", "no_such_module_at_all:backend"), ("mine", "gradscale_mine:backend"))
     said = "no_such_module_at_all.*; " + re.escape(remedy("numpy"))
     with pytest.raises(BackendNotAvailableError, match=said) as caught:
@@ -155,7 +153,7 @@ class Lookalike:
 @pytest.mark.parametrize("kind", [object, Lookalike])
 def test_an_adapter_that_does_not_derive_from_backend_is_an_error(
     kind: type[Any], install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     install(("numpy", "gradscale_mine:backend"))
     module(monkeypatch, "gradscale_mine", backend=kind())
     for use in (lambda: registry.backend_for(np.zeros(1)), lambda: GradScaler(backend="numpy")):
@@ -166,7 +164,7 @@ def test_an_adapter_that_does_not_derive_from_backend_is_an_error(
             use()
 
 
-def test_refresh_finds_what_was_installed_since(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refresh_finds_what_was_installed_since(install: Install, monkeypatch: pytest.MonkeyPatch):
     install()
     assert registry.backend_for(np.zeros(1)).name == "generic"
     install(("numpy", "gradscale_mine:backend"))
@@ -174,7 +172,7 @@ def test_refresh_finds_what_was_installed_since(install: Install, monkeypatch: p
     assert registry.backend_for(np.zeros(1)).name == "mine"
 
 
-def test_a_group_is_an_object_with_the_members_of_collectives_and_nothing_else() -> None:
+def test_a_group_is_an_object_with_the_members_of_collectives_and_nothing_else():
     group = Alone()
     assert registry.collectives_for(group, 1.0) is group
     for wrong in (None, 3, "world", object(), np.zeros(1)):
@@ -196,7 +194,7 @@ FITS: dict[type[Exception], str] = {
 }
 
 
-def test_every_error_is_a_gradscale_error_and_the_built_in_that_fits() -> None:
+def test_every_error_is_a_gradscale_error_and_the_built_in_that_fits():
     assert {"GradscaleError", *" ".join(FITS.values()).split()} == set(gradscale.errors.__all__) < set(dir(gradscale))
     for built_in, names in FITS.items():
         for name in names.split():

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 import pickle
-from typing import Any
 
 import pytest
 from libraries import Library
@@ -18,7 +17,7 @@ from gradscale.scaler.reports import Reports
 RUN = [1.0, math.inf, 2.0, math.nan, 3.0]
 
 
-def test_the_history_holds_the_report_of_every_step_oldest_first(arrays: Library) -> None:
+def test_the_history_holds_the_report_of_every_step_oldest_first(arrays: Library):
     scaler, short, none = GradScaler(), GradScaler(history_size=2), GradScaler(history_size=0)
     optimizer = Tree()
     reports = []
@@ -34,7 +33,7 @@ def test_the_history_holds_the_report_of_every_step_oldest_first(arrays: Library
     assert [report.scale for report in reports] == [65536.0, 65536.0, 32768.0, 32768.0, 16384.0]
 
 
-def test_each_on_skip_is_called_in_each_skipped_step_and_no_other_until_it_is_taken_away(arrays: Library) -> None:
+def test_each_on_skip_is_called_in_each_skipped_step_and_no_other_until_it_is_taken_away(arrays: Library):
     first, second = [], []
     scaler = GradScaler(on_skip=[lambda report: first.append((report, optimizer.steps)), second.append])
     optimizer = Tree()
@@ -48,7 +47,7 @@ def test_each_on_skip_is_called_in_each_skipped_step_and_no_other_until_it_is_ta
     assert len(second) == 2
 
 
-def test_on_update_is_called_once_an_iteration_with_the_steps_of_all_optimizers(arrays: Library) -> None:
+def test_on_update_is_called_once_an_iteration_with_the_steps_of_all_optimizers(arrays: Library):
     seen: list[UpdateReport] = []
     scaler = GradScaler(on_update=seen.append)
     first, second = Tree(), Tree()
@@ -67,7 +66,7 @@ def test_on_update_is_called_once_an_iteration_with_the_steps_of_all_optimizers(
     assert [step.skipped for step in seen[1].steps] == [False, True]
 
 
-def test_an_update_after_unscale_without_a_step_is_told_with_its_verdict(strict: Library) -> None:
+def test_an_update_after_unscale_without_a_step_is_told_with_its_verdict(strict: Library):
     seen: list[UpdateReport] = []
     scaler, optimizer = GradScaler(on_update=seen.append), Tree()
     optimizer.grads = scaled(strict, scaler, math.inf)
@@ -86,7 +85,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["odd factors", "hysteresis"])
-def test_on_update_says_what_the_update_has_made_of_the_scale(arrays: Library, policy: DynamicScale) -> None:
+def test_on_update_says_what_the_update_has_made_of_the_scale(arrays: Library, policy: DynamicScale):
     seen: list[UpdateReport] = []
     scaler, optimizer = GradScaler(policy=policy, on_update=seen.append), Tree()
     scales = []
@@ -107,8 +106,8 @@ def test_on_update_says_what_the_update_has_made_of_the_scale(arrays: Library, p
     assert [(report.scale, report.new_scale) for report in seen] == scales
 
 
-def test_a_callback_that_raises_is_seen_and_leaves_the_scaler_as_if_it_had_not(strict: Library) -> None:
-    def fail(report: Any) -> None:
+def test_a_callback_that_raises_is_seen_and_leaves_the_scaler_as_if_it_had_not(strict: Library):
+    def fail(report):
         msg = f"no space left, {type(report).__name__}"
         raise OSError(msg)
 
@@ -128,8 +127,8 @@ def test_a_callback_that_raises_is_seen_and_leaves_the_scaler_as_if_it_had_not(s
 
 
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum(strict: Library, error: BaseException) -> None:
-    def fail(_: Any) -> None:
+def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum(strict: Library, error: BaseException):
+    def fail(_):
         raise error
 
     policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise")
@@ -142,7 +141,7 @@ def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum(strict: L
     assert scaler.state_dict()["iteration"] == 2
 
 
-def test_copies_and_pickles_come_without_callbacks_and_history(strict: Library) -> None:
+def test_copies_and_pickles_come_without_callbacks_and_history(strict: Library):
     scaler, optimizer = GradScaler(on_skip=print, on_update=print, history_size=3), Tree()
     for value in RUN:
         iterate(strict, scaler, optimizer, [value])
@@ -154,14 +153,14 @@ def test_copies_and_pickles_come_without_callbacks_and_history(strict: Library) 
     assert scaler.on_skip is not None
 
 
-def test_whoever_wants_reports_has_each_step_read_in_that_step() -> None:
+def test_whoever_wants_reports_has_each_step_read_in_that_step():
     for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}):
         assert Reports(options).wants_each_step  # type: ignore[arg-type]
     assert not Reports({}).wants_each_step
 
 
 @pytest.mark.parametrize("name", ["on_skip", "on_update"])
-def test_what_cannot_be_called_is_refused(name: str) -> None:
+def test_what_cannot_be_called_is_refused(name: str):
     scaler = GradScaler()
     for bad in ("print", 3, [print, None], {"a": print}):
         with pytest.raises(InvalidTypeError, match=name):
@@ -172,6 +171,6 @@ def test_what_cannot_be_called_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "bad"), [("history_size", -1), ("diagnose", "always"), ("diagnose", True)])
-def test_bad_settings_are_refused(name: str, bad: Any) -> None:
+def test_bad_settings_are_refused(name: str, bad):
     with pytest.raises(InvalidValueError, match=name):
         GradScaler(**{name: bad})

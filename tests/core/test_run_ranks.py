@@ -17,7 +17,7 @@ from gradscale.testing import RankFailedError, ThreadCollectives, run_ranks
 ONE = np.zeros(1, np.int32)
 
 
-def test_the_results_come_in_the_order_of_the_ranks_and_no_thread_is_left_behind() -> None:
+def test_the_results_come_in_the_order_of_the_ranks_and_no_thread_is_left_behind():
     before = threading.active_count()
 
     def rank(collectives: ThreadCollectives) -> tuple[int, int]:
@@ -29,7 +29,7 @@ def test_the_results_come_in_the_order_of_the_ranks_and_no_thread_is_left_behind
     assert threading.active_count() == before
 
 
-def test_the_maximum_is_of_all_ranks_and_the_array_sent_may_be_reused(arrays: Library) -> None:
+def test_the_maximum_is_of_all_ranks_and_the_array_sent_may_be_reused(arrays: Library):
     def rank(collectives: ThreadCollectives) -> list[int]:
         sent = arrays.asarray([collectives.rank, -collectives.rank, 7], "int32")
         pending = collectives.start_max(sent)
@@ -42,8 +42,8 @@ def test_the_maximum_is_of_all_ranks_and_the_array_sent_may_be_reused(arrays: Li
     assert run_ranks(3, rank) == [[2, 0, 7]] * 3
 
 
-def test_collectives_may_overlap_and_are_counted() -> None:
-    def rank(collectives: ThreadCollectives) -> tuple[Any, int]:
+def test_collectives_may_overlap_and_are_counted():
+    def rank(collectives: ThreadCollectives):
         pending = [collectives.start_max(np.asarray([collectives.rank + index])) for index in range(3)]
         return [int(finish()[0]) for finish in reversed(pending)], collectives.calls
 
@@ -51,10 +51,10 @@ def test_collectives_may_overlap_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_rank_that_raises_wakes_the_others_and_is_what_is_raised(failing: int) -> None:
+def test_a_rank_that_raises_wakes_the_others_and_is_what_is_raised(failing: int):
     woken: list[type[BaseException]] = []
 
-    def rank(collectives: ThreadCollectives) -> None:
+    def rank(collectives: ThreadCollectives):
         if collectives.rank == failing:
             time.sleep(0.05)
             raise KeyError(failing)
@@ -71,8 +71,8 @@ def test_a_rank_that_raises_wakes_the_others_and_is_what_is_raised(failing: int)
     assert woken == [RankFailedError] * 2
 
 
-def test_a_rank_that_never_comes_ends_in_a_timeout() -> None:
-    def rank(collectives: ThreadCollectives, error: Exception | None = None) -> None:
+def test_a_rank_that_never_comes_ends_in_a_timeout():
+    def rank(collectives: ThreadCollectives, error: Exception | None = None):
         if error is not None and collectives.rank == 1:
             raise error
         if collectives.rank == 0:
@@ -88,8 +88,8 @@ def test_a_rank_that_never_comes_ends_in_a_timeout() -> None:
 
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("other", [np.zeros(3, np.int32), np.zeros((1, 2), np.int32), np.zeros(2)], ids=repr)
-def test_ranks_that_send_unequal_arrays_all_get_an_error(where: int, other: Any) -> None:
-    def rank(group: ThreadCollectives) -> None:
+def test_ranks_that_send_unequal_arrays_all_get_an_error(where: int, other):
+    def rank(group: ThreadCollectives):
         group.start_max(other if group.rank == where else np.zeros(2, np.int32))()
 
     results = run_ranks(3, rank, timeout=5.0, return_exceptions=True)
@@ -97,7 +97,7 @@ def test_ranks_that_send_unequal_arrays_all_get_an_error(where: int, other: Any)
     assert "every rank must send an array of one library, shape and dtype, got" in str(results[0])
 
 
-def test_what_is_no_array_size_function_or_timeout_is_refused() -> None:
+def test_what_is_no_array_size_function_or_timeout_is_refused():
     with pytest.raises(InvalidTypeError, match=r"what is reduced must be an array, got \[1\] of type list"):
         run_ranks(1, lambda group: group.start_max([1]))
     for size in (0, 2.0, None):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from gradscale.scaler.scaler import iteration_of
 from gradscale.testing import run_ranks
 
 
-def test_a_clean_iteration_steps_with_the_unscaled_gradients_also_when_the_scale_has_grown(arrays: Library) -> None:
+def test_a_clean_iteration_steps_with_the_unscaled_gradients_also_when_the_scale_has_grown(arrays: Library):
     scaler, optimizer = GradScaler(growth_interval=1), Tree()
     for iteration in range(1, 5):
         scale = scaler.get_scale()
@@ -41,7 +40,7 @@ class Equal(Tree):
 @pytest.mark.parametrize("are_gone", [False, True], ids=["", "gone at the update"])
 def test_several_optimizers_are_skipped_on_their_own_verdicts_and_back_off_once(
     arrays: Library, values: tuple[float, ...], are_gone: bool
-) -> None:
+):
     scaler = GradScaler()
     optimizers = [Equal(scaled(arrays, scaler, value)) for value in values]
     scaler.unscale_(optimizers[1])
@@ -58,14 +57,14 @@ def test_several_optimizers_are_skipped_on_their_own_verdicts_and_back_off_once(
 # How optimizers are called and kept.
 
 
-def test_arguments_are_passed_on_and_the_steps_value_returned(arrays: Library) -> None:
+def test_arguments_are_passed_on_and_the_steps_value_returned(arrays: Library):
     scaler = GradScaler()
     optimizer = Tree(scaled(arrays, scaler, 1.0))
     assert scaler.step(optimizer, None, 3, lr=0.1, closure=None) == "stepped"
     assert optimizer.calls == [((None, 3), {"lr": 0.1, "closure": None})]
 
 
-def test_step_is_called_through_the_instance_attribute_exactly_when_it_is_made(arrays: Library) -> None:
+def test_step_is_called_through_the_instance_attribute_exactly_when_it_is_made(arrays: Library):
     scaler = GradScaler()
     optimizer = Tree()
     patched: list[int] = []
@@ -77,11 +76,11 @@ def test_step_is_called_through_the_instance_attribute_exactly_when_it_is_made(a
     assert optimizer.steps == 0
 
 
-def test_a_step_that_raises_can_be_called_again_without_unscaling_twice(arrays: Library) -> None:
+def test_a_step_that_raises_can_be_called_again_without_unscaling_twice(arrays: Library):
     class Failing(Tree):
         fails = True
 
-        def step(self, *args: Any, **kwargs: Any) -> str:
+        def step(self, *args, **kwargs) -> str:
             if self.fails:
                 msg = "out of memory"
                 raise MemoryError(msg)
@@ -109,11 +108,11 @@ class Slotted:
 
 @pytest.mark.numpy
 @pytest.mark.parametrize("ranks", [0, 2], ids=["alone", "over-a-group"])
-def test_of_optimizers_that_cannot_be_referenced_weakly_some_are_kept_alive_and_not_all(ranks: int) -> None:
-    def train(group: Any = None) -> None:
+def test_of_optimizers_that_cannot_be_referenced_weakly_some_are_kept_alive_and_not_all(ranks: int):
+    def train(group=None):
         scaler = GradScaler() if group is None else ShardedGradScaler(group=group)
         for value in [1.0, math.inf] * 100:
-            optimizer: Any = Slotted()
+            optimizer = Slotted()
             optimizer.grads = [scaler.scale(np.full(1, value, np.float32))]
             scaler.step(optimizer)
             assert scaler.last_step(optimizer).skipped == math.isinf(value)
@@ -128,7 +127,7 @@ class Counting(Backend):
 
     reads = 0
 
-    def read(self, x: Any, /) -> list[int]:
+    def read(self, x, /) -> list[int]:
         self.reads += 1
         return super().read(x)
 
@@ -136,9 +135,7 @@ class Counting(Backend):
 @pytest.mark.parametrize("number", [1, 50])
 @pytest.mark.parametrize("first", [None, {}, {"max_norm": 1.0}], ids=["step", "unscale_", "clip"])
 @pytest.mark.parametrize("value", [1.0, math.nan])
-def test_a_step_reads_from_the_device_once_whatever_it_holds(
-    arrays: Library, number: int, first: Any, value: float
-) -> None:
+def test_a_step_reads_from_the_device_once_whatever_it_holds(arrays: Library, number: int, first, value: float):
     backend = Counting()
     policy = DynamicScale(at_min="raise", tolerance=0.5)
     scaler = GradScaler(backend=backend, policy=policy, on_skip=print, on_update=print)
@@ -156,8 +153,8 @@ def test_a_step_reads_from_the_device_once_whatever_it_holds(
     assert backend.reads == 1
 
 
-def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Library, strict: Library) -> None:
-    stranger: Any = np.asarray(3) if arrays.name == "strict" else strict.asarray(3, "int32")
+def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Library, strict: Library):
+    stranger = np.asarray(3) if arrays.name == "strict" else strict.asarray(3, "int32")
     scaler = GradScaler()
     count, loss = scaler.scale((stranger, arrays.asarray(2.0)))
     assert count is stranger
@@ -168,7 +165,7 @@ def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Libr
 
 
 @pytest.mark.numpy
-def test_a_backend_may_be_named() -> None:
+def test_a_backend_may_be_named():
     with opened("numpy") as library:
         scaler = GradScaler(backend="numpy")
         assert iteration_of(scaler).live.backend_for(None) is registry.get("numpy")

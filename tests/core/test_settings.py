@@ -14,10 +14,10 @@ import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidValueError, ScaleUnderflowError, StaticScale, StepReport
 
 
-def test_setters_take_effect_at_the_next_update(arrays: Library) -> None:
+def test_setters_take_effect_at_the_next_update(arrays: Library):
     scaler, optimizer = GradScaler(init_scale=8.0, growth_factor=3.0, backoff_factor=0.5, growth_interval=7), Tree()
 
-    def numbers() -> list[Any]:
+    def numbers():
         names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
         return [getattr(scaler, f"get_{name}")() for name in names]
 
@@ -31,7 +31,7 @@ def test_setters_take_effect_at_the_next_update(arrays: Library) -> None:
     assert (scaler.get_scale(), scaler.is_enabled()) == (8.0, True)
 
 
-def test_other_settings_survive_a_setter_and_a_static_scale_has_no_factors() -> None:
+def test_other_settings_survive_a_setter_and_a_static_scale_has_no_factors():
     scaler = GradScaler(policy=DynamicScale(init_scale=8.0, hysteresis=2, min_scale=2.0))
     scaler.set_growth_factor(3.0)
     expected = DynamicScale(init_scale=8.0, hysteresis=2, min_scale=2.0, growth_factor=3.0)
@@ -47,7 +47,7 @@ def test_other_settings_survive_a_setter_and_a_static_scale_has_no_factors() -> 
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["before any array", "after one"])
-def test_a_new_scale_may_be_a_number_or_an_array_of_one_element_of_any_library(arrays: Library, seen: bool) -> None:
+def test_a_new_scale_may_be_a_number_or_an_array_of_one_element_of_any_library(arrays: Library, seen: bool):
     numbers = [96.0, 96, np.float32(96), np.int64(96), np.array([[96.0]]), np.float16(96)]
     own = [arrays.asarray(96, dtype) for dtype in (*arrays.reals, "int32")]
     for new_scale in (*numbers, *own, *(arrays.xp.reshape(one, (1, 1)) for one in own)):
@@ -65,7 +65,7 @@ BAD_TYPES = ["128", True, 1j, [128.0], object(), np.array([1.0, 2.0]), np.array(
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["before any array", "after one"])
-def test_a_bad_new_scale_changes_nothing(arrays: Library, seen: bool) -> None:
+def test_a_bad_new_scale_changes_nothing(arrays: Library, seen: bool):
     scaler, optimizer = GradScaler(), Tree()
     if seen:
         iterate(arrays, scaler, optimizer)
@@ -81,7 +81,7 @@ def test_a_bad_new_scale_changes_nothing(arrays: Library, seen: bool) -> None:
 
 
 @pytest.mark.parametrize("wrong", [1.0, 64.0])
-def test_a_new_scale_must_lie_within_the_policys_bounds(arrays: Library, wrong: float) -> None:
+def test_a_new_scale_must_lie_within_the_policys_bounds(arrays: Library, wrong: float):
     scaler = GradScaler(policy=DynamicScale(init_scale=8.0, min_scale=2.0, max_scale=32.0))
     for new_scale in (wrong, arrays.asarray(wrong)):
         with pytest.raises(InvalidValueError, match="within the policy's bounds"):
@@ -97,8 +97,8 @@ def test_a_new_scale_must_lie_within_the_policys_bounds(arrays: Library, wrong: 
 # Disabled.
 
 
-def test_a_disabled_scaler_passes_everything_through(arrays: Library) -> None:
-    def never(report: Any) -> None:
+def test_a_disabled_scaler_passes_everything_through(arrays: Library):
+    def never(report):
         raise AssertionError(report)
 
     scaler = GradScaler(enabled=False, on_skip=never, on_update=never)
@@ -124,7 +124,7 @@ def test_a_disabled_scaler_passes_everything_through(arrays: Library) -> None:
 # The minimum.
 
 
-def test_an_overflow_at_the_minimum_raises_and_the_scaler_can_be_used_on(arrays: Library) -> None:
+def test_an_overflow_at_the_minimum_raises_and_the_scaler_can_be_used_on(arrays: Library):
     policy = DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
     scaler, optimizer = GradScaler(policy=policy), Tree()
     assert iterate(arrays, scaler, optimizer, [math.nan]).skipped
@@ -141,7 +141,7 @@ def test_an_overflow_at_the_minimum_raises_and_the_scaler_can_be_used_on(arrays:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2], ids=["first", "second", "third"])
-def test_an_overflow_of_any_optimizer_at_the_minimum_raises_but_for_a_new_scale(arrays: Library, bad: int) -> None:
+def test_an_overflow_of_any_optimizer_at_the_minimum_raises_but_for_a_new_scale(arrays: Library, bad: int):
     scaler = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise"))
     for new_scale in ((), (16.0,), (1.0,), ()):
         scaler.scale(arrays.asarray(1.0))

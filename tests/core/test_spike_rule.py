@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -26,7 +26,7 @@ NAN, INF = math.nan, math.inf
 class Reference:
     """The rule in exact fractions: what a window of Python's numbers says of a value, and learns of it."""
 
-    def __init__(self, rule: SkipSpikes) -> None:
+    def __init__(self, rule: SkipSpikes):
         self.rule, self.window, self.skipped = rule, list[float](), 0
 
     def distance(self, x: float) -> tuple[float, float]:
@@ -53,7 +53,7 @@ class Reference:
         far, bound = self.distance(x)
         return abs(far - bound) < 1e-4 * max(abs(value - x) for value in self.window)
 
-    def learn(self, x: float, skipped: bool) -> None:
+    def learn(self, x: float, skipped: bool):
         rule = self.rule
         if math.isfinite(x) and (not skipped or rule.learns_from_skipped or self.skipped >= rule.patience):
             self.window = [*self.window, x][-rule.window :]
@@ -63,7 +63,7 @@ class Reference:
             self.skipped = 0
 
 
-def follow(arrays: Library, rule: SkipSpikes, values: Iterable[float], state: Any = None) -> Iterator[tuple[bool, Any]]:
+def follow(arrays: Library, rule: SkipSpikes, values: Iterable[float], state=None):
     """Yield whether each value is a spike, and the state that has learned of it."""
     state = rule.init(arrays.asarray(0.0)) if state is None else state
     for value in values:
@@ -75,7 +75,7 @@ def follow(arrays: Library, rule: SkipSpikes, values: Iterable[float], state: An
         yield arrays.item(is_spike), state
 
 
-def spikes(arrays: Library, rule: SkipSpikes, values: Iterable[float], state: Any = None) -> list[bool]:
+def spikes(arrays: Library, rule: SkipSpikes, values: Iterable[float], state=None) -> list[bool]:
     """Return which values are spikes."""
     return [is_spike for is_spike, _ in follow(arrays, rule, values, state)]
 
@@ -99,7 +99,7 @@ VALUES = [*[1.0] * 4, 1.5, 0.5, 9.0, 1.0, NAN, 1.5, *[0.0] * 4, INF, 0.0, 7.0, 8
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_decisions_and_windows_are_those_of_exact_numbers(arrays: Library, rule: SkipSpikes) -> None:
+def test_decisions_and_windows_are_those_of_exact_numbers(arrays: Library, rule: SkipSpikes):
     reference, found = Reference(rule), []
     for x, (is_spike, state) in zip(VALUES, follow(arrays, rule, VALUES), strict=True):
         assert is_spike == reference.judge(x), x
@@ -126,8 +126,8 @@ TRACES = st.lists(
     patience=st.integers(0, 3),
 )
 def test_any_run_is_that_of_exact_numbers(
-    trace: list[float], window: int, deviations: float, sides: Any, learns: bool, patience: int
-) -> None:
+    trace: list[float], window: int, deviations: float, sides, learns: bool, patience: int
+):
     rule = SkipSpikes(window, deviations, sides=sides, learns_from_skipped=learns, patience=patience)
     reference, state = Reference(rule), rule.init(np.float32(0))
     for x in np.float32(trace):
@@ -141,7 +141,7 @@ def test_any_run_is_that_of_exact_numbers(
 
 
 @pytest.mark.parametrize("scale", [2.0**100, 2.0**-100], ids=["1e30", "1e-30"])
-def test_values_of_any_size_are_judged_alike(arrays: Library, scale: float) -> None:
+def test_values_of_any_size_are_judged_alike(arrays: Library, scale: float):
     rule = SkipSpikes(window=8, deviations=3.0, sides="both")
     values = [1.0 + (number * 7 % 5) / 16 for number in range(12)] + [2.5, 1.25, 0.0, 1.25, 1.5, 3.0]
     expected = spikes(arrays, rule, values)
@@ -150,7 +150,7 @@ def test_values_of_any_size_are_judged_alike(arrays: Library, scale: float) -> N
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -0.1, 1e30, 1e-30])
-def test_a_value_that_equals_all_before_it_is_no_spike_and_any_greater_one_is(arrays: Library, value: float) -> None:
+def test_a_value_that_equals_all_before_it_is_no_spike_and_any_greater_one_is(arrays: Library, value: float):
     rule, both = SkipSpikes(window=8), SkipSpikes(window=8, sides="both")
     greater, smaller = (float(np.nextafter(np.float32(value), np.float32(end))) for end in (INF, -INF))
     if value == 0.0:
@@ -163,14 +163,14 @@ def test_a_value_that_equals_all_before_it_is_no_spike_and_any_greater_one_is(ar
         assert told == [False, True, False, False, True, True]
 
 
-def test_an_overflow_between_spikes_neither_counts_nor_begins_the_count_again(arrays: Library) -> None:
+def test_an_overflow_between_spikes_neither_counts_nor_begins_the_count_again(arrays: Library):
     rule = SkipSpikes(window=4, patience=2)
     *_, (_, state) = follow(arrays, rule, [1.0, 1.25, 1.0, 1.25, 10.0])
     overflowed = rule.learn(state, arrays.asarray(NAN), skipped=arrays.asarray(False, "bool"))
     assert plain(arrays, overflowed) == plain(arrays, state) == ([1.0, 1.25, 1.0, 1.25], 4, 1)
 
 
-def test_a_state_restored_from_lists_goes_on_to_the_same_bits(arrays: Library) -> None:
+def test_a_state_restored_from_lists_goes_on_to_the_same_bits(arrays: Library):
     rule = RULES["patient"]
     straight = list(follow(arrays, rule, VALUES))
     for stop in (0, 3, 17):
@@ -185,7 +185,7 @@ def test_a_state_restored_from_lists_goes_on_to_the_same_bits(arrays: Library) -
                 arrays.assert_array(field, arrays.to_numpy(wanted), str(arrays.to_numpy(wanted).dtype))
 
 
-def test_several_quantities_are_judged_at_once_as_each_alone(arrays: Library) -> None:
+def test_several_quantities_are_judged_at_once_as_each_alone(arrays: Library):
     rule = RULES["both"]
     rows = [VALUES[:9], VALUES[8:17], [x / 3 for x in VALUES[5:14]]]
     alone = [list(follow(arrays, rule, row)) for row in rows]
@@ -199,7 +199,7 @@ def test_several_quantities_are_judged_at_once_as_each_alone(arrays: Library) ->
             np.testing.assert_array_equal(arrays.to_numpy(field), [arrays.to_numpy(each) for each in wanted])
 
 
-def test_values_of_other_dtypes_are_judged_as_float32_and_the_state_is_left_alone(arrays: Library) -> None:
+def test_values_of_other_dtypes_are_judged_as_float32_and_the_state_is_left_alone(arrays: Library):
     rule = SkipSpikes(window=4)
     *_, (_, state) = follow(arrays, rule, [1.0, 1.25, 1.0, 1.25])
     before = plain(arrays, state)
@@ -239,12 +239,12 @@ BAD: Sequence[tuple[Settings, str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), BAD, ids=[repr(settings) for settings, _ in BAD])
-def test_a_setting_out_of_range_is_refused(settings: Settings, message: str) -> None:
+def test_a_setting_out_of_range_is_refused(settings: Settings, message: str):
     with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
         SkipSpikes(**settings)
 
 
-def test_a_state_of_another_window_and_a_value_that_is_no_array_are_refused(arrays: Library) -> None:
+def test_a_state_of_another_window_and_a_value_that_is_no_array_are_refused(arrays: Library):
     rule, value = SkipSpikes(window=4), arrays.asarray(1.0)
     state = SkipSpikes(window=8).init(value)
     for call in (rule.judge, lambda *given: rule.learn(*given, skipped=False)):
@@ -254,12 +254,12 @@ def test_a_state_of_another_window_and_a_value_that_is_no_array_are_refused(arra
             call(rule.init(value), 1.0)
 
 
-def test_settings_are_plain_values() -> None:
+def test_settings_are_plain_values():
     rule = SkipSpikes(deviations=np.float32(2.0), learns_from_skipped=np.True_, window=np.int64(8))  # type: ignore[arg-type]
     assert [type(value) for value in (rule.deviations, rule.learns_from_skipped, rule.window)] == [float, bool, int]
 
 
-def test_defaults_and_presets() -> None:
+def test_defaults_and_presets():
     assert SkipSpikes() == SkipSpikes(128, 6.0, 64, "above", ("loss", "norm"), False, 10, None)
     assert SkipSpikes(of="norm") == SkipSpikes(of=("norm",)) != SkipSpikes()
     assert SkipSpikes(of=("norm", "loss")) == SkipSpikes()

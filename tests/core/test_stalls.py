@@ -6,7 +6,6 @@ import logging
 import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from gradscale.tools.callbacks import JSONLines, LogUpdates, read_log
 pytestmark = pytest.mark.numpy
 
 
-def iterate(scaler: GradScaler, optimizer: Any, value: float, count: int = 1) -> None:
+def iterate(scaler: GradScaler, optimizer, value: float, count: int = 1):
     for _ in range(count):
         scaler.scale(np.float32(1.0))
         optimizer.grads = [np.full(2, value, np.float32)]
@@ -29,7 +28,7 @@ def iterate(scaler: GradScaler, optimizer: Any, value: float, count: int = 1) ->
         scaler.update()
 
 
-def told(call: Any) -> list[str]:
+def told(call) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -37,12 +36,12 @@ def told(call: Any) -> list[str]:
     return [str(one.message) for one in caught]
 
 
-def test_the_warning_says_how_long_why_and_what_holds_nan() -> None:
+def test_the_warning_says_how_long_why_and_what_holds_nan():
     scaler, optimizer = GradScaler(init_scale=1024.0), Momentum(1)
     (weight,) = optimizer.weights
     weight[:] = np.nan
 
-    def train() -> None:
+    def train():
         for _ in range(60):
             overflow(scaler, optimizer, np.nan)
 
@@ -57,7 +56,7 @@ def test_the_warning_says_how_long_why_and_what_holds_nan() -> None:
     assert "Cause: optimizer state. The optimizer's state holds inf or NaN" in words
 
 
-def test_it_is_said_again_after_ten_times_as_many_and_after_a_step_that_was_made() -> None:
+def test_it_is_said_again_after_ten_times_as_many_and_after_a_step_that_was_made():
     scaler, optimizer = GradScaler(policy=StaticScale(8.0), warn_after=4), Tree()
     assert [re.findall(r"last (\d+) ", one) for one in told(lambda: iterate(scaler, optimizer, np.inf, 41))] == [
         ["4"],
@@ -68,13 +67,13 @@ def test_it_is_said_again_after_ten_times_as_many_and_after_a_step_that_was_made
     assert scaler.counts() == {"taken": 1, "overflow": 46, "spike": 0, "refused": 0}
 
 
-def test_healthy_runs_and_those_that_want_none_hear_nothing() -> None:
+def test_healthy_runs_and_those_that_want_none_hear_nothing():
     # A first scale that is much too large, and one overflow for each growth.
     scaler, optimizer = GradScaler(init_scale=2.0**100), Tree()
     assert told(lambda: iterate(scaler, optimizer, np.inf, 90)) == []
     scaler = GradScaler(growth_interval=1, warn_after=2)
 
-    def grow() -> None:
+    def grow():
         for _ in range(20):
             iterate(scaler, optimizer, 1.0)
             iterate(scaler, optimizer, np.inf)
@@ -85,7 +84,7 @@ def test_healthy_runs_and_those_that_want_none_hear_nothing() -> None:
     # Another optimizer is stepped.
     scaler, other = GradScaler(warn_after=3), Tree()
 
-    def both() -> None:
+    def both():
         scaler.scale(np.float32(1.0))
         optimizer.grads, other.grads = [np.full(2, np.inf, np.float32)], [np.ones(2, np.float32)]
         scaler.step(optimizer)
@@ -98,7 +97,7 @@ def test_healthy_runs_and_those_that_want_none_hear_nothing() -> None:
 @pytest.mark.parametrize(
     "runs", [pytest.param(200, id="some"), pytest.param(10_000, marks=pytest.mark.tier("all"), id="many")]
 )
-def test_no_healthy_run_is_taken_for_a_stalled_one(runs: int) -> None:
+def test_no_healthy_run_is_taken_for_a_stalled_one(runs: int):
     random = np.random.default_rng(runs)
     optimizer = Tree()
     for _ in range(runs):
@@ -120,7 +119,7 @@ def test_no_healthy_run_is_taken_for_a_stalled_one(runs: int) -> None:
         assert counts["taken"] + counts["overflow"] == 120
 
 
-def test_spikes_and_refusals_and_steps_left_out_are_told_too() -> None:
+def test_spikes_and_refusals_and_steps_left_out_are_told_too():
     rule = SkipSpikes(of="loss", above=0.5)
     scaler, optimizer = GradScaler(policy=StaticScale(1.0), skip=rule, warn_after=5), Tree()
     (words,) = told(lambda: iterate(scaler, optimizer, 1.0, 6))
@@ -128,7 +127,7 @@ def test_spikes_and_refusals_and_steps_left_out_are_told_too() -> None:
     assert "All is judged by skip=SkipSpikes(" in words
     assert "above=0.5" in words
 
-    def refuse() -> None:
+    def refuse():
         for _ in range(5):
             scaler.refuse(optimizer)
             iterate(scaler, optimizer, 1.0)
@@ -137,7 +136,7 @@ def test_spikes_and_refusals_and_steps_left_out_are_told_too() -> None:
     (words,) = told(refuse)
     assert "5 for a refusal" in words
 
-    def leave_out() -> None:
+    def leave_out():
         for _ in range(5):
             optimizer.grads = [scaler.scale(np.float32([np.nan, 1.0]))]
             scaler.unscale_(optimizer)
@@ -148,14 +147,16 @@ def test_spikes_and_refusals_and_steps_left_out_are_told_too() -> None:
     assert scaler.counts()["overflow"] == 5
 
 
-def test_a_run_that_may_not_go_on_is_an_error_after_which_it_can_be_saved(arrays: Library) -> None:
+def test_a_run_that_may_not_go_on_is_an_error_after_which_it_can_be_saved(arrays: Library):
     scaler, optimizer = GradScaler(give_up_after=3), Tree()
     for number in range(1, 4):
         optimizer.grads = [scaler.scale(arrays.asarray([np.inf]))]
         scaler.step(optimizer)
         if number < 3:
             scaler.update()
-    with pytest.raises(TrainingStalledError, match="each step of the last 3 iterations was skipped"):
+    with pytest.raises(
+        TrainingStalledError, match=r"each step of the last 3 iterations was skipped.* since\. Cause: scale\. "
+    ):
         scaler.update()
     saved = scaler.state_dict()
     assert (saved["iteration"], saved["scale"], saved["counts"]["overflow"]) == (4, 8192.0, 3)
@@ -170,19 +171,19 @@ def test_a_run_that_may_not_go_on_is_an_error_after_which_it_can_be_saved(arrays
 
 
 @pytest.mark.parametrize(("name", "value"), [("warn_after", 0), ("give_up_after", -1), ("give_up_after", 2.5)])
-def test_limits_are_whole_numbers_from_1(name: str, value: Any) -> None:
+def test_limits_are_whole_numbers_from_1(name: str, value):
     with pytest.raises(gradscale.GradscaleError, match=name):
         GradScaler(**{name: value})
 
 
-def test_a_bad_count_in_a_state_dict_is_refused() -> None:
+def test_a_bad_count_in_a_state_dict_is_refused():
     with pytest.raises(gradscale.StateDictError, match=r"counts\['taken'\]"):
         GradScaler().load_state_dict(GradScaler().state_dict() | {"counts": {"taken": -1}})
 
 
 def test_logs_have_counts_and_the_words_that_watchers_of_clusters_look_for(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+):
     caplog.set_level(logging.INFO)
     with JSONLines(tmp_path / "log.jsonl") as lines:
         scaler = GradScaler(on_update=[LogUpdates(summary_every=3), lines])

@@ -37,7 +37,7 @@ BOUNDS: tuple[dict[str, Any], ...] = (
 class Recorded:
     """The array namespace and arrays of a library, which note what gradscale itself asks them for."""
 
-    def __init__(self, library: Library, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, library: Library, patch: pytest.MonkeyPatch):
         self.functions: set[str] = set()
         self.members: set[str] = set()
         recorded, xp = self, library.xp
@@ -45,7 +45,7 @@ class Recorded:
         class Namespace:
             __name__ = xp.__name__
 
-            def __getattr__(self, name: str) -> Any:
+            def __getattr__(self, name: str):
                 if _asked_by_gradscale():
                     recorded.functions.add(name)
                 return getattr(xp, name)
@@ -57,8 +57,8 @@ class Recorded:
             if hasattr(kind, name):
                 patch.setattr(kind, name, self._member(name, getattr(kind, name)))
 
-    def _member(self, name: str, original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _member(self, name: str, original):
+        def call(*args, **kwargs):
             if _asked_by_gradscale():
                 self.members.add(name)
             return original.__get__(*args) if isinstance(original, property) else original(*args, **kwargs)
@@ -80,7 +80,7 @@ def recorded(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recor
     monkeypatch.undo()
 
 
-def policies() -> list[Any]:
+def policies():
     """Return a policy with each setting that computes something of its own."""
     rules = [
         DynamicScale(growth_after=after, hysteresis=patience, hysteresis_refill=refill, growth_factor=factor, **bound)
@@ -94,7 +94,7 @@ def policies() -> list[Any]:
     return [*rules, *(DynamicScale(tolerance=0.3, **bound) for bound in BOUNDS), StaticScale(8.0), *known]
 
 
-def functional_step(library: Library, policy: Any) -> Any:
+def functional_step(library: Library, policy):
     """Use each function of the core once, with a clean step and with an overflow; the state after them."""
     gradients = [library.asarray([1.0, 2.0], dtype) for dtype in ("float32", "float64", "complex64", "complex128")]
     gradients.append(library.asarray([3], "int32"))
@@ -114,7 +114,7 @@ def functional_step(library: Library, policy: Any) -> Any:
     return state
 
 
-def several_devices(library: Library) -> None:
+def several_devices(library: Library):
     """Use gradients, a verdict and a predicate on another device than the state's."""
     away = library.xp.Device("device1")
     gradients = [library.asarray([1.0, 2.0]), library.asarray([1.0], device=away)]
@@ -127,7 +127,7 @@ def several_devices(library: Library) -> None:
     policy.update(state, nonfinite=library.asarray(0, "int32", device=away))
 
 
-def train(library: Library, scaler: GradScaler) -> None:
+def train(library: Library, scaler: GradScaler):
     """Use the scaler's whole protocol, and what it saves."""
     for value in (1.0, math.nan, 1.0):
         optimizer = Tree([library.asarray([value])])
@@ -142,7 +142,7 @@ def train(library: Library, scaler: GradScaler) -> None:
     assert scaler.get_scale() == 4.0
 
 
-def diagnose(library: Library, scaler: GradScaler) -> None:
+def diagnose(library: Library, scaler: GradScaler):
     """Diagnose gradients of each kind, when asked and on overflow."""
     for dtype in ("float32", "float64", "complex64"):
         optimizer = Tree([library.asarray([1.0, math.nan, math.inf], dtype), library.asarray([3.0, 0.0], dtype)])
@@ -153,7 +153,7 @@ def diagnose(library: Library, scaler: GradScaler) -> None:
         scaler.update()
 
 
-def clip(library: Library, scaler: GradScaler) -> None:
+def clip(library: Library, scaler: GradScaler):
     """Clip gradients of each kind, on two devices, to the norm of all ranks."""
     away = library.asarray([1.0], device=library.xp.Device("device1"))
     for dtype in ("float32", "float64", "complex64"):
@@ -165,7 +165,7 @@ def clip(library: Library, scaler: GradScaler) -> None:
         assert optimizer.steps == 1
 
 
-def skip(library: Library, scaler: GradScaler) -> None:
+def skip(library: Library, scaler: GradScaler):
     """Skip a spike of the loss, after losses that are learned."""
     for loss, steps in ((2.0, 1), (2.0, 1), (9.0, 0)):
         optimizer = Tree([library.asarray([1.0])])
@@ -178,7 +178,7 @@ def skip(library: Library, scaler: GradScaler) -> None:
 LISTED = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
 
 
-def test_the_core_asks_for_the_listed_functions_and_members_and_no_others(strict: Library, recorded: Recorded) -> None:
+def test_the_core_asks_for_the_listed_functions_and_members_and_no_others(strict: Library, recorded: Recorded):
     for policy in policies():
         strict.state(functional_step(strict, policy))
     several_devices(strict)
@@ -200,15 +200,15 @@ def test_the_core_asks_for_the_listed_functions_and_members_and_no_others(strict
     ids=["diagnosis", "clipping", "spikes"],
 )
 def test_what_not_all_use_asks_for_the_listed_functions_beside_and_no_others(
-    strict: Library, recorded: Recorded, use: Any, listed: Any, options: Any
-) -> None:
+    strict: Library, recorded: Recorded, use, listed, options
+):
     use(strict, GradScaler(**options))
     run_ranks(2, lambda collectives: use(strict, ShardedGradScaler(group=collectives, **options)))
     assert recorded.functions - LISTED == set(listed)
     assert recorded.members <= set(arithmetic.STANDARD_MEMBERS)
 
 
-def test_the_record_sees_a_function_that_the_core_uses_anew(strict: Library, recorded: Recorded) -> None:
+def test_the_record_sees_a_function_that_the_core_uses_anew(strict: Library, recorded: Recorded):
     source = "def isfinite_and_more(xp, x):\n    return xp.isfinite(xp.tan(x) ** x)\n"
     scope: dict[str, Any] = {"__name__": "gradscale.novelty"}
     exec(source, scope)
@@ -227,15 +227,15 @@ class HostReadError(Exception):
 
 
 @pytest.fixture
-def unreadable(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def unreadable(strict: Library, monkeypatch: pytest.MonkeyPatch):
     """Return a function that makes strict arrays unreadable from now on."""
 
-    def forbid() -> None:
+    def forbid():
         kind = type(strict.asarray(1.0))
         for name in READS:
             if hasattr(kind, name):
 
-                def read(*_args: Any, _name: str = name, **_kwargs: Any) -> Any:
+                def read(*_args, _name: str = name, **_kwargs):
                     raise HostReadError(_name)
 
                 monkeypatch.setattr(kind, name, read)
@@ -244,7 +244,7 @@ def unreadable(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     monkeypatch.undo()
 
 
-def test_the_pure_core_reads_nothing(strict: Library, unreadable: Any) -> None:
+def test_the_pure_core_reads_nothing(strict: Library, unreadable):
     like = strict.asarray(1.0)
     unreadable()
     for policy in policies():
@@ -254,9 +254,9 @@ def test_the_pure_core_reads_nothing(strict: Library, unreadable: Any) -> None:
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["before step", "after unscale_"])
-def test_the_scaler_reads_only_in_step(strict: Library, unreadable: Any, explicit: bool) -> None:
+def test_the_scaler_reads_only_in_step(strict: Library, unreadable, explicit: bool):
     class Reading(Backend):
-        def read(self, _x: Any, /) -> list[int]:
+        def read(self, _x, /) -> list[int]:
             raise HostReadError
 
     scaler, optimizer = GradScaler(backend=Reading()), Tree([strict.asarray([1.0])])

@@ -30,7 +30,7 @@ class Layer:
 class Frozen:
     w: Any
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if isinstance(self.w, str):
             msg = "checked when constructed by the user"
             raise TypeError(msg)
@@ -65,7 +65,7 @@ CONTAINERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_a_container_is_rebuilt_as_its_own_type(name: str) -> None:
+def test_a_container_is_rebuilt_as_its_own_type(name: str):
     given = CONTAINERS[name]
     mapped = tree.map_leaves(lambda leaf: leaf, given)
     assert type(mapped) is type(given)
@@ -76,18 +76,18 @@ def test_a_container_is_rebuilt_as_its_own_type(name: str) -> None:
     assert type(rebuild(leaves)) is type(given)
 
 
-def test_a_container_keeps_its_factory_and_order_and_is_rebuilt_without_the_checks_of_its_constructor() -> None:
+def test_a_container_keeps_its_factory_and_order_and_is_rebuilt_without_the_checks_of_its_constructor():
     assert tree.map_leaves(lambda leaf: -leaf, defaultdict(list, {"a": 1}))["new"] == []
     assert list(tree.map_leaves(lambda leaf: -leaf, OrderedDict(b=1, a=2)).items()) == [("b", -1), ("a", -2)]
     assert tree.map_leaves(lambda leaf: f"traced {leaf}", Frozen(1)).w == "traced 1"
 
 
-def test_text_sets_and_classes_are_leaves() -> None:
+def test_text_sets_and_classes_are_leaves():
     leaves: list[Any] = ["text", b"bytes", {1, 2}, frozenset({1}), int, 1.5, object(), Layer]
     assert tree.flatten(leaves)[0] == leaves
 
 
-def test_a_given_container_is_not_modified() -> None:
+def test_a_given_container_is_not_modified():
     given = {"a": [1, 2], "b": Layer(3)}
     tree.map_leaves(lambda leaf: 0 if leaf is not None else None, given)
     leaves, rebuild = tree.flatten(given)
@@ -100,14 +100,14 @@ def test_a_given_container_is_not_modified() -> None:
     [(x for x in (1, [2])), deque([1, [2]]), iter([1, [2]]), {"k": 1, "l": [2]}.values()],
     ids=["generator", "deque", "iterator", "view"],
 )
-def test_another_iterable_comes_back_as_a_list(iterable: Any) -> None:
+def test_another_iterable_comes_back_as_a_list(iterable):
     leaves, rebuild = tree.flatten(iterable)
     assert leaves == [1, 2]
     assert rebuild([3, 4]) == [3, [4]]
     assert rebuild([5, 6]) == [5, [6]]
 
 
-def test_paths_read_as_the_expression_that_reaches_the_leaf() -> None:
+def test_paths_read_as_the_expression_that_reaches_the_leaf():
     given = {"w": [1, Pair(2, 3)], 7: Layer(4, None)}
     found = tree.leaves_with_paths(given)
     assert found == [
@@ -122,13 +122,13 @@ def test_paths_read_as_the_expression_that_reaches_the_leaf() -> None:
     assert tree.leaves_with_paths(3) == [("", 3)]
 
 
-def test_several_trees_are_mapped_together_by_their_keys() -> None:
+def test_several_trees_are_mapped_together_by_their_keys():
     first = {"a": 1, "b": [2, Layer(3, 4)]}
     second = {"b": (20, Layer(30, 40)), "a": 10}
     assert tree.map_leaves(lambda x, y: x + y, first, second) == {"a": 11, "b": [22, Layer(33, 44)]}
 
 
-def test_trees_of_different_structure_are_refused() -> None:
+def test_trees_of_different_structure_are_refused():
     pairs: list[tuple[Any, Any]] = [
         *(([1, 2], [1]), ([1], [1, 2]), ([1], 1), ([[1]], [1]), (Layer(1), Pair(1, 2))),
         *(({"a": 1}, {"b": 1}), ({"a": 1}, {"a": 1, "b": 2})),

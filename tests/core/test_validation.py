@@ -56,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("name", "value", "error"), CASES.values(), ids=CASES)
-def test_a_wrong_value_is_refused_with_its_name_and_value(name: str, value: Any, error: type[Exception]) -> None:
+def test_a_wrong_value_is_refused_with_its_name_and_value(name: str, value, error: type[Exception]):
     kinds: list[Any] = [DynamicScale, StaticScale] if name == "init_scale" else [DynamicScale]
     for kind in kinds:
         with pytest.raises(error) as caught:
@@ -65,11 +65,11 @@ def test_a_wrong_value_is_refused_with_its_name_and_value(name: str, value: Any,
         assert f"got {value!r}" in str(caught.value)
 
 
-def test_every_field_is_in_the_tables() -> None:
+def test_every_field_is_in_the_tables():
     assert WRONG_VALUES.keys() == {field.name for field in dataclasses.fields(DynamicScale)}
 
 
-def test_the_initial_scale_must_lie_within_the_bounds() -> None:
+def test_the_initial_scale_must_lie_within_the_bounds():
     for settings in (
         {"init_scale": 1.0, "min_scale": 2.0},
         {"init_scale": 4.0, "max_scale": 2.0},
@@ -80,7 +80,7 @@ def test_the_initial_scale_must_lie_within_the_bounds() -> None:
         assert all(f"{name}={value!r}" in str(caught.value) for name, value in settings.items())
 
 
-def test_settings_that_exclude_each_other_and_bad_items_among_good_ones_are_refused() -> None:
+def test_settings_that_exclude_each_other_and_bad_items_among_good_ones_are_refused():
     for bad in ("never", None, ["growth"], 3):
         with pytest.raises(InvalidValueError, match="hysteresis_refill must be one of") as caught:
             DynamicScale(hysteresis_refill=("clean_step", bad))  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_settings_that_exclude_each_other_and_bad_items_among_good_ones_are_refu
         GradScaler(policy=DynamicScale(), init_scale=2.0, growth_interval=3)
 
 
-def test_numbers_of_libraries_become_plain_ones() -> None:
+def test_numbers_of_libraries_become_plain_ones():
     policy = DynamicScale(
         init_scale=np.float32(8),  # type: ignore[arg-type]
         growth_factor=Fraction(3, 2),  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_numbers_of_libraries_become_plain_ones() -> None:
     assert DynamicScale(init_scale=4.0, min_scale=4.0, max_scale=4.0).init_scale == 4.0
 
 
-def test_the_scalers_own_arguments_are_refused() -> None:
+def test_the_scalers_own_arguments_are_refused():
     for policy, said in (
         (DynamicScale, r": call it, DynamicScale\(\)$"),
         (gradscale.presets.fairseq, r": call it, fairseq\(\)$"),
@@ -134,18 +134,18 @@ def test_the_scalers_own_arguments_are_refused() -> None:
 
 
 @given(st.floats(allow_nan=False))
-def test_rounding_to_float32_is_numpys(value: float) -> None:
+def test_rounding_to_float32_is_numpys(value: float):
     with np.errstate(over="ignore"):
         assert validation.round_to_float32(value) == float(np.float32(value))
 
 
 @given(st.floats(2.0**-126, validation.LARGEST_FLOAT32, width=32))
-def test_a_float32_comes_back_from_its_bits(value: float) -> None:
+def test_a_float32_comes_back_from_its_bits(value: float):
     assert validation.float32_from_bits(int(np.float32(value).view(np.int32))) == value
 
 
 @given(st.floats(1.0, validation.LARGEST_FLOAT32, exclude_min=True))
-def test_the_largest_with_finite_product_is_the_largest(factor: float) -> None:
+def test_the_largest_with_finite_product_is_the_largest(factor: float):
     largest = np.float32(validation.largest_with_finite_product(factor))
     with np.errstate(over="ignore"):
         assert np.isfinite(np.float32(np.float64(largest) * factor))
@@ -154,7 +154,7 @@ def test_the_largest_with_finite_product_is_the_largest(factor: float) -> None:
 
 
 @given(st.floats(1e-300, 1e300))
-def test_powers_of_two_are_told_apart(value: float) -> None:
+def test_powers_of_two_are_told_apart(value: float):
     assert validation.is_power_of_two(value) == (math.log2(value).is_integer() and 2.0 ** math.log2(value) == value)
 
 
@@ -165,7 +165,7 @@ OURS = COMMON | dict.fromkeys(("init_scale", "growth_factor", "backoff_factor", 
 OURS["enabled"] = True
 
 
-def assert_shown(constructor: Any, options: dict[str, Any]) -> None:
+def assert_shown(constructor, options: dict[str, Any]):
     shown = inspect.signature(constructor).parameters
     named = {name: each.default for name, each in shown.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
     assert {name: named[name] for name in options} == options
@@ -174,13 +174,13 @@ def assert_shown(constructor: Any, options: dict[str, Any]) -> None:
     assert all(name in documented for name in shown)
 
 
-def test_every_constructor_shows_every_option() -> None:
+def test_every_constructor_shows_every_option():
     for constructor in (GradScaler, ShardedGradScaler):
         assert_shown(constructor, OURS)
 
 
 @pytest.mark.torch
-def test_torchs_replacements_show_those_that_they_share() -> None:
+def test_torchs_replacements_show_those_that_they_share():
     require("torch")
     import gradscale_torch
 
@@ -191,17 +191,17 @@ def test_torchs_replacements_show_those_that_they_share() -> None:
 class Untold:
     """Take an option that is not documented."""
 
-    def __init__(self, *, policy: Any = None) -> None:
+    def __init__(self, *, policy=None):
         """Take it."""
 
 
-def test_a_constructor_that_hides_an_option_or_does_not_document_it_is_found() -> None:
+def test_a_constructor_that_hides_an_option_or_does_not_document_it_is_found():
     for kind, options in ((Untold, {"policy": None}), (GradScaler, {"hidden": None})):
         with pytest.raises((AssertionError, KeyError)):
             assert_shown(kind, options)
 
 
-def test_a_name_that_is_no_option_is_an_error() -> None:
+def test_a_name_that_is_no_option_is_an_error():
     for make in (GradScaler, lambda **options: ShardedGradScaler(group=None, **options)):
         with pytest.raises(InvalidTypeError, match=r"unexpected keyword arguments \['growth'\]") as caught:
             make(growth=2.0)

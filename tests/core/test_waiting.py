@@ -25,7 +25,7 @@ class Clock:
         self.now += 1e-5
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.now += seconds
 
 
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.mark.parametrize("suspended", [(), (3600.0, 7200.0)], ids=["", "after suspensions"])
 def test_the_time_that_is_over_is_found_soon_after(
     clock: Clock, timeout: float, pause: float, suspended: tuple[float, ...]
-) -> None:
+):
     gaps = iter(suspended)
 
     def ask() -> bool:
@@ -54,7 +54,7 @@ def test_the_time_that_is_over_is_found_soon_after(
 
 @pytest.mark.parametrize("timeout", [0.02, 1.0, 10.0])
 @pytest.mark.parametrize("suspended", [1.0, 3600.0, 1e7])
-def test_time_in_which_the_process_is_suspended_does_not_count(clock: Clock, timeout: float, suspended: float) -> None:
+def test_time_in_which_the_process_is_suspended_does_not_count(clock: Clock, timeout: float, suspended: float):
     begin, first = 0.3 * timeout, True
 
     def ask() -> bool:
@@ -70,7 +70,7 @@ def test_time_in_which_the_process_is_suspended_does_not_count(clock: Clock, tim
 
 @pytest.mark.parametrize("timeout", [0.0, 1.0])
 @pytest.mark.parametrize("comes", [False, True])
-def test_it_asks_once_more_when_the_time_is_over(clock: Clock, timeout: float, comes: bool) -> None:
+def test_it_asks_once_more_when_the_time_is_over(clock: Clock, timeout: float, comes: bool):
     asked: list[float] = []
 
     def ask() -> bool:
@@ -87,7 +87,7 @@ class Group:
     """A library's group."""
 
 
-def wait_on(group: Group, given_up: list[BaseException] | None = None, **options: Any) -> GroupWait:
+def wait_on(group: Group, given_up: list[BaseException] | None = None, **options) -> GroupWait:
     settings: dict[str, Any] = {
         "library": "Courier",
         "timeout": 0.0,
@@ -99,13 +99,13 @@ def wait_on(group: Group, given_up: list[BaseException] | None = None, **options
 
 
 def raising(error: BaseException) -> Callable[[], None]:
-    def call() -> None:
+    def call():
         raise error
 
     return call
 
 
-def test_what_the_library_raises_becomes_a_backend_error_and_gives_the_group_up() -> None:
+def test_what_the_library_raises_becomes_a_backend_error_and_gives_the_group_up():
     group, given_up = Group(), []
     wait = wait_on(group, given_up, describe=lambda error: f"status {error}")
     cause = OSError(7)
@@ -123,7 +123,7 @@ def test_what_the_library_raises_becomes_a_backend_error_and_gives_the_group_up(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), InvalidValueError("wrong")])
-def test_ctrl_c_and_errors_of_gradscale_are_raised_as_they_are_and_give_the_group_up(error: BaseException) -> None:
+def test_ctrl_c_and_errors_of_gradscale_are_raised_as_they_are_and_give_the_group_up(error: BaseException):
     group, given_up = Group(), []
     with pytest.raises(type(error)) as caught:
         wait_on(group, given_up).run(raising(error))
@@ -135,7 +135,7 @@ def test_ctrl_c_and_errors_of_gradscale_are_raised_as_they_are_and_give_the_grou
         wait_on(group).require_usable()
 
 
-def test_the_time_that_is_over_names_the_rank_and_what_was_waited_for() -> None:
+def test_the_time_that_is_over_names_the_rank_and_what_was_waited_for():
     wait = wait_on(Group())
     with pytest.raises(CollectiveTimeoutError, match="rank 1 of 3 waited 0 s for a letter"):
         wait.until(lambda: False, "a letter")
@@ -151,7 +151,7 @@ def test_the_time_that_is_over_names_the_rank_and_what_was_waited_for() -> None:
 @pytest.mark.parametrize("timeout", [400.0, math.inf])
 def test_a_wait_of_more_than_a_minute_is_told_once_on_the_log(
     clock: Clock, caplog: pytest.LogCaptureFixture, seconds: float, lines: int, timeout: float
-) -> None:
+):
     wait_on(Group(), timeout=timeout).until(lambda: clock.now >= seconds, "a letter", longest_pause=0.4)
     left = "never gives up" if math.isinf(timeout) else f"gives up in {timeout - 60:g} s"
     told = f"rank 1 of 3 has waited 60 s for the other ranks to come to a letter, and {left}"
@@ -159,9 +159,7 @@ def test_a_wait_of_more_than_a_minute_is_told_once_on_the_log(
     assert all((record.name, record.levelname) == ("gradscale", "WARNING") for record in caplog.records)
 
 
-def test_ranks_that_are_threads_say_that_they_wait(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_that_are_threads_say_that_they_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(waiting, "_SILENT", 0.05)
     has_told = threading.Event()
     caplog.handler.addFilter(lambda _record: has_told.set() or True)

@@ -1,7 +1,5 @@
 """The worlds that distributed tests run in: threads of this process, processes under mpiexec, processes over gloo."""
 
-from typing import Any
-
 import pytest
 from axes import require
 from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld
@@ -16,11 +14,11 @@ WORLDS = [
 ]
 
 
-def _fixture(*kinds: type) -> Any:
+def _fixture(*kinds: type):
     """Return a fixture of the worlds of some kinds, each of 2 or 3 ranks."""
 
     @pytest.fixture(params=[world for world in WORLDS if isinstance(world.values[0], kinds)])
-    def usable(request: pytest.FixtureRequest) -> Any:
+    def usable(request: pytest.FixtureRequest):
         if not isinstance(request.param, ThreadWorld):
             require("mpi" if isinstance(request.param, MPIWorld) else "torch")
         return request.param

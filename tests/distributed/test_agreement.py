@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scenarios
 from axes import require
-from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree, each
+from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree, each
 
 import gradscale
 from gradscale import GroupAgreement
@@ -21,14 +21,15 @@ BAD = (math.inf, -math.inf, math.nan)
 MARKS = {"torch": [pytest.mark.torch], "jax": [pytest.mark.jax]}
 
 
-def test_a_rank_that_differs_or_raises_is_found() -> None:
-    agree(ThreadWorld(2), lambda _: 1, [()])
-    for wrong in (lambda group: group.rank, lambda group: 1 // group.rank, lambda _: [][0]):
-        with pytest.raises(AssertionError):
-            agree(ThreadWorld(2), wrong, [()])
+def test_a_rank_that_differs_raises_or_dies_is_found(world: World):
+    agree(world, scenarios.behaving, [("well",)])
+    for how in ("differs", "raises", "raises everywhere", *["dies"] * isinstance(world, MPIWorld)):
+        with pytest.raises((AssertionError, RuntimeError)):
+            agree(world, scenarios.behaving, [(how,)])
+    agree(world, scenarios.behaving, [("well",)])
 
 
-def turns(*others: Any) -> Cases:
+def turns(*others) -> Cases:
     """Return what gives each rank in turn, and the same beside it."""
     return lambda size: [(rank, *others) for rank in range(size)]
 
@@ -80,13 +81,13 @@ for name in ("numpy", "strict", "torch", "jax"):
         for name, scenario, cases, library, tier in ROWS
     ],
 )
-def test_ranks_agree(world: World, scenario: Any, cases: Cases, library: str) -> None:
+def test_ranks_agree(world: World, scenario, cases: Cases, library: str):
     require(library)
     agree(world, scenario, cases(world.size))
 
 
 @pytest.mark.tier("ranks")
-def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld) -> None:
+def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld):
     cases = empty("no backend", "torch" if isinstance(processes, GlooWorld) else "numpy")
     agree(processes, scenarios.empty_on, cases(processes.size))
 
@@ -94,13 +95,13 @@ def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld
 @pytest.mark.tier("ranks")
 @pytest.mark.torch
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_replicated_ranks_that_decide_alone_tell_once(fused: bool) -> None:
+def test_replicated_ranks_that_decide_alone_tell_once(fused: bool):
     require("torch")
     each(GlooWorld(2), scenarios.callbacks_without_a_group, [(fused,)])
 
 
 @pytest.mark.parametrize("spike", [True, np.zeros(1, bool), np.zeros((), np.int32), 0], ids=repr)
-def test_a_spike_that_is_no_flag_is_refused(spike: Any) -> None:
+def test_a_spike_that_is_no_flag_is_refused(spike):
     policy = gradscale.DynamicScale()
     agree = GroupAgreement(scenarios.Alone(), policy)
     with pytest.raises(gradscale.InvalidTypeError, match="spike must be a 0-d bool array"):
@@ -108,7 +109,7 @@ def test_a_spike_that_is_no_flag_is_refused(spike: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "int64", "int16", "float32", "bool"])
-def test_a_count_of_another_dtype_is_refused(dtype: str) -> None:
+def test_a_count_of_another_dtype_is_refused(dtype: str):
     policy = gradscale.DynamicScale()
     agree = GroupAgreement(scenarios.Alone(), policy)
     with pytest.raises(gradscale.InvalidTypeError, match="nonfinite must be a 0-d int32 array"):
@@ -124,7 +125,7 @@ def test_a_count_of_another_dtype_is_refused(dtype: str) -> None:
         pytest.param({"timeout": math.nan}, "timeout must be", id="timeout-nan"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str):
     settings = {"group": scenarios.Alone(), "timeout": 5.0} | arguments
     with pytest.raises((gradscale.InvalidTypeError, gradscale.InvalidValueError), match=message):
         GroupAgreement(settings["group"], gradscale.DynamicScale(), timeout=settings["timeout"])

@@ -69,7 +69,7 @@ def launched(group: str, size: int, *arguments: str, fault: str = "") -> subproc
     return run(*command, *arguments)
 
 
-def page_of(completed: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def page_of(completed: subprocess.CompletedProcess[str]):
     """Return the page, the one thing on stdout."""
     try:
         page: dict[str, Any] = json.loads(completed.stdout)
@@ -78,7 +78,7 @@ def page_of(completed: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return page
 
 
-def check_failed(completed: subprocess.CompletedProcess[str], kind: str, rank: int) -> None:
+def check_failed(completed: subprocess.CompletedProcess[str], kind: str, rank: int):
     page = page_of(completed)
     assert completed.returncode not in (0, None)
     assert not page["ok"]
@@ -100,7 +100,7 @@ def check_failed(completed: subprocess.CompletedProcess[str], kind: str, rank: i
         pytest.param("torch", 2, marks=torch),
     ],
 )
-def test_ranks_pass(group: str, size: int) -> None:
+def test_ranks_pass(group: str, size: int):
     completed = launched(group, size, "--json", "--timeout", "30")
     page = page_of(completed)
     assert completed.returncode == 0, completed.stderr
@@ -115,7 +115,7 @@ def test_ranks_pass(group: str, size: int) -> None:
 
 
 @mpi
-def test_the_page_is_printed_once_and_nothing_else_is() -> None:
+def test_the_page_is_printed_once_and_nothing_else_is():
     completed = launched("mpi", 2, "--group", "mpi", "--timeout", "30")
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.count("gradscale check over mpi, size 2: passed") == 1
@@ -126,7 +126,7 @@ def test_the_page_is_printed_once_and_nothing_else_is() -> None:
 
 @mpi
 @pytest.mark.parametrize(("size", "kind", "rank"), MPI_FAULTS)
-def test_a_fault_under_mpiexec_ends_every_rank_and_names_the_one(size: int, kind: str, rank: int) -> None:
+def test_a_fault_under_mpiexec_ends_every_rank_and_names_the_one(size: int, kind: str, rank: int):
     # All else is over long before this timeout, which is a program's. A rank that waits must not be given up by its
     # supervisor before the others name the one that it waits for.
     limit = "7" if kind in WAITING else "150"
@@ -136,12 +136,12 @@ def test_a_fault_under_mpiexec_ends_every_rank_and_names_the_one(size: int, kind
 
 @torch
 @pytest.mark.parametrize(("kind", "rank"), [("late", 1), ("die", 0)])
-def test_a_fault_under_torchrun_ends_every_rank_and_names_the_one(kind: str, rank: int) -> None:
+def test_a_fault_under_torchrun_ends_every_rank_and_names_the_one(kind: str, rank: int):
     check_failed(launched("torch", 2, "--json", "--timeout", "4", fault=f"{kind}:{rank}"), kind, rank)
 
 
 @mpi
-def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others() -> None:
+def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others():
     require("mpi")
     require("cli")
     mpiexec, _, _, *command = mpi_command(1, "-m", "gradscale", "check", "--group", "mpi", "--timeout", "1")
@@ -155,26 +155,26 @@ def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others() -> None:
 class World:
     """Threads as the ranks of a check."""
 
-    def __init__(self, group: ThreadCollectives, reports: dict[Any, Any], wrap: Callable[[Any], Any]) -> None:
+    def __init__(self, group: ThreadCollectives, reports: dict[Any, Any], wrap: Callable[[Any], Any]):
         self.rank, self.size, self.group, self._reports = group.rank, group.size, wrap(group), reports
 
     def versions(self) -> dict[str, str]:
         return {}
 
-    def put(self, number: int, report: Any) -> None:
+    def put(self, number: int, report):
         self._reports[self.rank, number] = report
 
-    def get(self, rank: int, number: int) -> Any:
+    def get(self, rank: int, number: int):
         return self._reports.get((rank, number))
 
 
 class Faulty:
     """Collectives whose every message fails, or that do not tell of other states of other ranks."""
 
-    def __init__(self, inner: Any, fails: bool) -> None:
+    def __init__(self, inner, fails: bool):
         self.rank, self.size, self._inner, self._fails = inner.rank, inner.size, inner, fails
 
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
+    def start_max(self, x, /):
         if self._fails:
             msg = "the network is down"
             raise BackendError(msg)
@@ -182,12 +182,12 @@ class Faulty:
         return lambda: np.concatenate([finish()[:5], x[5:]]) if len(x) == claims.LENGTH else finish()
 
 
-def checked(wrap: Callable[[Any], Any]) -> dict[str, Any]:
+def checked(wrap: Callable[[Any], Any]):
     """Return the page of rank 0 of two threads."""
     ranks = importlib.import_module("gradscale.tools.cli.check_rank")
     reports: dict[Any, Any] = {}
 
-    def run(group: ThreadCollectives) -> dict[str, Any]:
+    def run(group: ThreadCollectives):
         page: dict[str, Any] = {"stages": [], "latency": None}
         ranks.Rank(World(group, reports, wrap), np.zeros((), np.float32), 20.0).run(page, print)
         return page
@@ -196,7 +196,7 @@ def checked(wrap: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 @pytest.mark.tier("quick")
-def test_all_that_is_tried_passes_and_the_late_rank_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_tried_passes_and_the_late_rank_is_late(monkeypatch: pytest.MonkeyPatch):
     require("cli")
     sleep, slept = time.sleep, []
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
@@ -214,7 +214,7 @@ def test_all_that_is_tried_passes_and_the_late_rank_is_late(monkeypatch: pytest.
     ],
     ids=["fails", "deaf"],
 )
-def test_what_all_ranks_fail_at_is_a_problem_of_all(fails: bool, stage: str, problem: str) -> None:
+def test_what_all_ranks_fail_at_is_a_problem_of_all(fails: bool, stage: str, problem: str):
     require("cli")
     page = checked(lambda group: Faulty(group, fails))
     assert (page["ok"], page["stages"][-1]["name"]) == (False, stage)
@@ -223,7 +223,7 @@ def test_what_all_ranks_fail_at_is_a_problem_of_all(fails: bool, stage: str, pro
 
 
 @pytest.mark.tier("quick")
-def test_the_versions_of_all_ranks_are_in_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_versions_of_all_ranks_are_in_the_page(capsys: pytest.CaptureFixture[str]):
     require("cli")
     numbers: list[dict[str, str]] = [{"numpy": "2.1"}, {"numpy": "2.0"}, {}, {"numpy": "2.1"}]
     ranks = [{"rank": i, "host": "here", "pid": 7, "device": "cpu", "versions": each} for i, each in enumerate(numbers)]
@@ -233,7 +233,7 @@ def test_the_versions_of_all_ranks_are_in_the_page(capsys: pytest.CaptureFixture
 
 
 @mpi
-def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_were_started() -> None:
+def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_were_started():
     require("mpi")
     completed = check("--group", "mpi")
     assert completed.returncode == 0, completed.stderr
@@ -246,7 +246,7 @@ def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_
 
 
 @mpi
-def test_a_rank_does_not_outlive_the_process_that_has_started_it() -> None:
+def test_a_rank_does_not_outlive_the_process_that_has_started_it():
     require("cli")
     require("mpi")
     command = [sys.executable, FAULTY, "late:0", "--group", "mpi", "--timeout", "1000"]
@@ -260,7 +260,7 @@ def test_a_rank_does_not_outlive_the_process_that_has_started_it() -> None:
 
 
 @torch
-def test_a_store_that_is_not_there_is_an_error_within_the_timeout() -> None:
+def test_a_store_that_is_not_there_is_an_error_within_the_timeout():
     require("torch")
     completed = check("--timeout", "1", RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="9")
     assert completed.returncode == 1
@@ -270,7 +270,7 @@ def test_a_store_that_is_not_there_is_an_error_within_the_timeout() -> None:
 
 
 @pytest.fixture
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_launcher(monkeypatch: pytest.MonkeyPatch):
     names = ("PMI", "OMPI", "MPI", "RANK", "WORLD_SIZE", "SLURM_")
     for name in [name for name in os.environ if name.startswith(names)]:
         monkeypatch.delenv(name)
@@ -288,7 +288,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["timeout", "group", "no-launcher", "no-mpiexec", "no-torchrun"],
 )
-def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -> None:
+def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str):
     require("cli")
     completed = ran(sys.executable, "-m", "gradscale", "check", *arguments, **ENVIRONMENT)
     assert completed.returncode == 2
@@ -298,7 +298,7 @@ def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -
 @mpi
 @pytest.mark.tier("ranks")
 @pytest.mark.usefixtures("_no_launcher")
-def test_a_rank_that_dies_before_it_joins_says_who_it_is(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_it_joins_says_who_it_is(tmp_path: Path):
     require("mpi")
     require("cli")
     kill = f"os.kill(os.getpid(), {signal.SIGKILL:d})"

@@ -26,25 +26,23 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("scenario", "others"), [pytest.param(*row, id=name) for name, *row in ROWS])
-def test_each_rank_in_turn_is_told_of_by_all(
-    world: ThreadWorld | ProcessWorld, scenario: Any, others: tuple[Any, ...]
-) -> None:
+def test_each_rank_in_turn_is_told_of_by_all(world: ThreadWorld | ProcessWorld, scenario, others: tuple[Any, ...]):
     agree(world, scenario, [(rank, *others) for rank in range(world.size)])
 
 
 @pytest.mark.parametrize(
     "library", ["strict", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
 )
-def test_arrays_of_any_library_are_gathered_over_any_group(world: ThreadWorld | ProcessWorld, library: str) -> None:
+def test_arrays_of_any_library_are_gathered_over_any_group(world: ThreadWorld | ProcessWorld, library: str):
     require(library)
     agree(world, scenarios.bad_on, [(world.size - 1, library, "after step")])
 
 
-def test_a_report_of_many_parameters_is_bounded_and_keeps_the_worst(world: ThreadWorld | ProcessWorld) -> None:
+def test_a_report_of_many_parameters_is_bounded_and_keeps_the_worst(world: ThreadWorld | ProcessWorld):
     agree(world, scenarios.many, [(3000,)])
 
 
-def test_the_report_has_the_scale_and_iteration_of_a_rank_that_has_called_scale() -> None:
+def test_the_report_has_the_scale_and_iteration_of_a_rank_that_has_called_scale():
     agree(ThreadWorld(3), scenarios.scaled_on, [(rank,) for rank in range(3)])
 
 
@@ -54,13 +52,13 @@ def test_the_report_has_the_scale_and_iteration_of_a_rank_that_has_called_scale(
 )
 def test_what_is_broken_on_each_rank_in_turn_is_named_on_every_rank(
     world: ThreadWorld | ProcessWorld, place: str, library: str
-) -> None:
+):
     require(library)
     agree(world, scenarios.broken_on, [(rank, place, library) for rank in (*range(world.size), -1)])
 
 
-def test_a_report_of_many_broken_arrays_is_bounded_and_names_a_few_ranks() -> None:
-    def look(collectives: ThreadCollectives) -> Any:
+def test_a_report_of_many_broken_arrays_is_bounded_and_names_a_few_ranks():
+    def look(collectives: ThreadCollectives):
         scaler = gradscale.ShardedGradScaler(group=collectives)
         scaler.scale(np.float32(1.0))
         values = [np.full(k % 7 + 1, np.nan, np.float32) for k in range(450)]
@@ -80,10 +78,10 @@ def test_a_report_of_many_broken_arrays_is_bounded_and_names_a_few_ranks() -> No
 
 
 @pytest.mark.parametrize("bad_rank", range(4))
-def test_groups_of_a_grid_are_gathered_in_turn(bad_rank: int) -> None:
+def test_groups_of_a_grid_are_gathered_in_turn(bad_rank: int):
     groups = grid_of_threads()
 
-    def train(collectives: ThreadCollectives) -> Any:
+    def train(collectives: ThreadCollectives):
         scaler = gradscale.ShardedGradScaler(group=groups(collectives.rank))
         scaler.scale(np.float32(1.0))
         value = np.inf if collectives.rank == bad_rank else collectives.rank + 1.0

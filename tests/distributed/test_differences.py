@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import difference_scenarios as scenarios
 import numpy as np
 import pytest
@@ -21,20 +18,20 @@ LIBRARIES = ["numpy", *(pytest.param(name, marks=pytest.mark.torch) for name in 
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, library: str) -> None:
+def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, library: str):
     require(library.split()[0])
     found = [what for what in scenarios.DIFFERENCES if library == "numpy" or not what.startswith("norm")]
     agree(world, scenarios.differ, [(odd_rank, what, library) for what in found for odd_rank in range(world.size)])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_scalers_of_a_group_in_another_order_on_one_rank_are_named_on_every_rank(world: World, library: str) -> None:
+def test_scalers_of_a_group_in_another_order_on_one_rank_are_named_on_every_rank(world: World, library: str):
     require(library.split()[0])
     agree(world, scenarios.swapped_scalers, [(odd_rank, library) for odd_rank in range(world.size)])
 
 
 @pytest.mark.parametrize("program", scenarios.PROGRAMS)
-def test_ranks_that_differ_and_send_other_messages_are_told_so(processes: ProcessWorld, program: str) -> None:
+def test_ranks_that_differ_and_send_other_messages_are_told_so(processes: ProcessWorld, program: str):
     cases = [(odd_rank, program, "numpy") for odd_rank in range(processes.size)]
     agree(processes, scenarios.interleaved, cases)
 
@@ -43,52 +40,58 @@ def test_ranks_that_differ_and_send_other_messages_are_told_so(processes: Proces
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("program", [*scenarios.ANSWERED, "diagnosis"])
-def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(program: str, size: int) -> None:
+def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(program: str, size: int):
     require("torch")
     cases = [(odd_rank, program, library) for odd_rank in range(size) for library in ("numpy", "torch")]
     agree(GlooWorld(size), scenarios.interleaved, cases)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_ranks_may_do_is_no_error(world: World, library: str) -> None:
+def test_what_ranks_may_do_is_no_error(world: World, library: str):
     require(library.split()[0])
     agree(world, scenarios.legal, [(rank, library) for rank in range(world.size)])
 
 
+@pytest.mark.parametrize("keys", ["all", "no counts", "torch's"])
+@pytest.mark.parametrize("place", scenarios.PLACES)
+def test_a_checkpoint_mends_a_difference_wherever_each_rank_has_met_it(world: World, place: str, keys: str):
+    agree(world, scenarios.loaded_after_a_difference, [(rank, place, keys) for rank in range(world.size)])
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_checkpoint_that_all_ranks_load_begins_anew_on_each(world: World, library: str) -> None:
+def test_a_checkpoint_that_all_ranks_load_begins_anew_on_each(world: World, library: str):
     require(library.split()[0])
     agree(world, scenarios.resumed, [(rank, library) for rank in range(world.size)])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_rank_may_have_the_loss_alone_and_no_gradients(world: World, library: str) -> None:
+def test_a_rank_may_have_the_loss_alone_and_no_gradients(world: World, library: str):
     require(library.split()[0])
     agree(world, scenarios.pipelined, [(rank, library) for rank in range(world.size)])
 
 
-def test_a_rank_may_load_its_own_state_alone(world: World) -> None:
+def test_a_rank_may_load_its_own_state_alone(world: World):
     agree(world, scenarios.loaded_alone, [(rank,) for rank in range(world.size)])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_all_ranks_give_up_in_the_same_iteration(world: World, library: str) -> None:
+def test_all_ranks_give_up_in_the_same_iteration(world: World, library: str):
     require(library.split()[0])
     agree(world, scenarios.stalled, [(rank, library) for rank in range(world.size)])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_skipped_step_may_be_left_out_before_the_next_optimizer_is_stepped(world: World, library: str) -> None:
+def test_a_skipped_step_may_be_left_out_before_the_next_optimizer_is_stepped(world: World, library: str):
     require(library.split()[0])
     agree(world, scenarios.skipped_step_left_out, [(rank, library) for rank in range(world.size)])
 
 
-def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(world: World) -> None:
+def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(world: World):
     each(world, scenarios.closure_without_scale, [(rank, one) for rank in range(world.size) for one in (1, 2)])
 
 
 @pytest.mark.parametrize("kind", ["numpy", pytest.param("torch", marks=pytest.mark.torch), "list", "agreement"])
-def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWorld, kind: str) -> None:
+def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWorld, kind: str):
     require("torch" if kind == "torch" else "numpy")
     versions = ("99.1.2.dev3", "0.0.7", f"{gradscale.__version__}+patched")
     cases = [(odd_rank, other, kind) for other in versions for odd_rank in range(processes.size)]
@@ -98,18 +101,18 @@ def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWo
 class Greeting:
     """A rank of a group that begins with the message of version 99.1.2, whose form never changes."""
 
-    def __init__(self, group: ThreadCollectives) -> None:
+    def __init__(self, group: ThreadCollectives):
         self.rank, self.size, self._group = group.rank, group.size, group
 
-    def start_max(self, _: Any, /) -> Callable[[], Any]:
+    def start_max(self, _, /):
         release, build = 99 << 20 | 1 << 10 | 2, 7
         return self._group.start_max(np.asarray([release, -release, build, -build], np.int32))
 
 
-def test_the_first_message_over_a_group_is_of_one_form_for_ever() -> None:
+def test_the_first_message_over_a_group_is_of_one_form_for_ever():
     own = gradscale.__version__
 
-    def rank(group: ThreadCollectives) -> None:
+    def rank(group: ThreadCollectives):
         trainer = Trainer(Greeting(group) if group.rank == 1 else group, "numpy", 1)
         said = f"versions from {own} to 99.1.2 (here {own})", f"rank {group.rank} of 3"
         raised(gradscale.ScaleDesyncError, lambda: trainer.iterate((0,)), *said)
@@ -119,12 +122,10 @@ def test_the_first_message_over_a_group_is_of_one_form_for_ever() -> None:
 
 @pytest.mark.parametrize("policy", [None, gradscale.StaticScale(4.0)], ids=["dynamic", "static"])
 @pytest.mark.parametrize("odd_rank", [None, 0, 1, 2, 3])
-def test_a_list_of_groups_in_another_order_on_one_rank_is_named_on_every_rank(
-    odd_rank: int | None, policy: Any
-) -> None:
+def test_a_list_of_groups_in_another_order_on_one_rank_is_named_on_every_rank(odd_rank: int | None, policy):
     groups = grid_of_threads()
 
-    def train(collectives: ThreadCollectives) -> None:
+    def train(collectives: ThreadCollectives):
         of_rank, is_odd = groups(collectives.rank), collectives.rank == odd_rank
         scenarios.grid_in_another_order(of_rank, is_odd, odd_rank is not None, "numpy", {"policy": policy})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import fault_scenarios
 import pytest
@@ -24,7 +23,7 @@ WORLDS = [
 ]
 
 
-def answers_of(world: ProcessWorld, name: str, faulty_rank: int, kind: str, folder: Path) -> list[Any]:
+def answers_of(world: ProcessWorld, name: str, faulty_rank: int, kind: str, folder: Path):
     """Return what each rank answers, for a list of one case; None of one that was killed."""
     if name != "killed":
         return [[answer] for answer in world.run(fault_scenarios.suspended, name, faulty_rank, kind)]
@@ -41,7 +40,7 @@ def answers_of(world: ProcessWorld, name: str, faulty_rank: int, kind: str, fold
 @pytest.mark.parametrize(("world", "kind"), WORLDS)
 def test_a_fault_is_an_error_on_every_living_rank_or_harmless(
     world: ProcessWorld, kind: str, name: str, tmp_path: Path
-) -> None:
+):
     require("mpi" if isinstance(world, MPIWorld) else "torch")
     for faulty_rank in range(world.size):
         (folder := tmp_path / str(faulty_rank)).mkdir()

@@ -7,7 +7,6 @@ import math
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from axes import require
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 RUNNER = Path(__file__).parents[1] / "support" / "jax_runner.py"
 
 
-def run_processes(size: int) -> list[dict[str, Any]]:
+def run_processes(size: int):
     """Run the processes, each with one device, and return what each printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -32,7 +31,7 @@ def run_processes(size: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("size", [2, *later("all", 3)])
-def test_processes_skip_together_and_find_one_that_has_drifted(size: int) -> None:
+def test_processes_skip_together_and_find_one_that_has_drifted(size: int):
     require("jax")
     results = run_processes(size)
     for rank, found in enumerate(results):

@@ -58,9 +58,7 @@ needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), re
 
 @needs_glibc
 @pytest.mark.parametrize("leak", ["none", "memory of C"])
-def test_a_run_over_gloo_keeps_nothing_of_an_iteration_and_what_was_kept_would_be_seen(
-    tmp_path: Path, leak: str
-) -> None:
+def test_a_run_over_gloo_keeps_nothing_of_an_iteration_and_what_was_kept_would_be_seen(tmp_path: Path, leak: str):
     require("torch")
     completed = python("-c", PROGRAM, tmp_path / "store", leak, OMP_NUM_THREADS="1", seconds=280)
     assert completed.returncode == 0, completed.stderr

@@ -39,7 +39,7 @@ def sent_by_a_rank(group: ThreadCollectives, optimizers: int, gradients: int) ->
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
-def test_a_rank_sends_one_short_message_for_each_optimizer_and_iteration(size: int) -> None:
+def test_a_rank_sends_one_short_message_for_each_optimizer_and_iteration(size: int):
     for optimizers, gradients in ((1, 1), (1, 100), (3, 1)):
         sent = run_ranks(size, lambda group, wanted=(optimizers, gradients): sent_by_a_rank(group, *wanted))
         assert all(rank == sent[0] for rank in sent)
@@ -50,7 +50,7 @@ def test_a_rank_sends_one_short_message_for_each_optimizer_and_iteration(size: i
         assert 0 < messages[0] <= LARGEST
 
 
-def test_norms_diagnoses_and_what_differs_travel_in_messages_of_the_same_length() -> None:
+def test_norms_diagnoses_and_what_differs_travel_in_messages_of_the_same_length():
     def train(group: ThreadCollectives) -> list[int]:
         counting, tree = Counting(group), Tree()
         scaler = ShardedGradScaler(group=counting)
@@ -69,7 +69,7 @@ def test_norms_diagnoses_and_what_differs_travel_in_messages_of_the_same_length(
         assert set(messages) == {84}
 
 
-def test_a_norm_costs_one_more_message_for_each_8_ranks() -> None:
+def test_a_norm_costs_one_more_message_for_each_8_ranks():
     def train(group: ThreadCollectives) -> int:
         counting, tree = Counting(group), Tree([np.full(1, 65536.0, np.float32)])
         scaler = ShardedGradScaler(group=counting)
@@ -82,7 +82,7 @@ def test_a_norm_costs_one_more_message_for_each_8_ranks() -> None:
     assert [run_ranks(size, train) for size in (1, 8, 9, 17)] == [[1], [1] * 8, [2] * 9, [3] * 17]
 
 
-def test_a_rank_that_has_seen_an_array_takes_part_without_any() -> None:
+def test_a_rank_that_has_seen_an_array_takes_part_without_any():
     """Neither the group nor the scaler was told a library."""
 
     def train(group: ThreadCollectives) -> int:

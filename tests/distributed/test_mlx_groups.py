@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import bad_step_scenarios
 import difference_scenarios
@@ -21,7 +20,7 @@ from worlds import MlxWorld, agree
 import gradscale
 from gradscale import registry
 
-mx: Any = require("mlx")
+mx = require("mlx")
 require("numpy")
 import gradscale_mlx  # noqa: E402
 
@@ -38,12 +37,12 @@ def mlx(request: pytest.FixtureRequest) -> MlxWorld:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_groups_conform(mlx: MlxWorld, library: str) -> None:
+def test_the_groups_conform(mlx: MlxWorld, library: str):
     agree(mlx, scenarios.collectives_conform, [(library, 100)])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_an_overflow_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWorld, library: str) -> None:
+def test_an_overflow_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWorld, library: str):
     values = (math.inf, -math.inf, math.nan)
     cases = [
         ([rank], value, library, explicit) for rank in range(mlx.size) for value in values for explicit in (False, True)
@@ -53,7 +52,7 @@ def test_an_overflow_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWorld, libra
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("reason", ["spike", "refused"])
-def test_a_spike_or_a_refusal_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWorld, reason: str, library: str) -> None:
+def test_a_spike_or_a_refusal_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWorld, reason: str, library: str):
     agree(
         mlx,
         bad_step_scenarios.bad_on,
@@ -62,29 +61,29 @@ def test_a_spike_or_a_refusal_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWor
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_pure_loops_agree(mlx: MlxWorld, library: str) -> None:
+def test_pure_loops_agree(mlx: MlxWorld, library: str):
     agree(mlx, scenarios.pure_loop, [(rank, math.nan, library) for rank in range(mlx.size)])
     agree(mlx, scenarios.spiking_loop, [(rank, library) for rank in range(mlx.size)])
 
 
-def test_a_rank_without_gradients_takes_part(mlx: MlxWorld) -> None:
+def test_a_rank_without_gradients_takes_part(mlx: MlxWorld):
     cases = [(rank, bad, "no backend", "mlx") for rank in range(mlx.size) for bad in (None, (rank + 1) % mlx.size)]
     agree(mlx, scenarios.empty_on, cases)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_one_rank_does_differently_is_named_on_every_rank(mlx: MlxWorld, library: str) -> None:
+def test_what_one_rank_does_differently_is_named_on_every_rank(mlx: MlxWorld, library: str):
     cases = [(rank, what, library) for what in difference_scenarios.DIFFERENCES for rank in range(mlx.size)]
     agree(mlx, difference_scenarios.differ, cases)
     agree(mlx, difference_scenarios.swapped_scalers, [(rank, library) for rank in range(mlx.size)])
 
 
-def test_what_ranks_may_do_is_no_error(mlx: MlxWorld) -> None:
+def test_what_ranks_may_do_is_no_error(mlx: MlxWorld):
     agree(mlx, difference_scenarios.legal, [(rank, "mlx") for rank in range(mlx.size)])
 
 
 @pytest.mark.tier("quick")
-def test_a_process_that_was_not_launched_is_a_group_of_one() -> None:
+def test_a_process_that_was_not_launched_is_a_group_of_one():
     group = mx.distributed.init()
     collectives = registry.collectives_for(group, 20.0)
     gradscale.testing.check_collectives(collectives, mx.zeros(1), repetitions=3)
@@ -106,7 +105,7 @@ class Part:
 
 
 @pytest.mark.tier("quick")
-def test_each_group_of_a_part_of_the_ranks_is_one_of_its_own() -> None:
+def test_each_group_of_a_part_of_the_ranks_is_one_of_its_own():
     parts = [Part(), Part()]
     first, again, other = (gradscale_mlx.MlxCollectives(part, 1.0).identity for part in (parts[0], parts[0], parts[1]))
     world = gradscale_mlx.MlxCollectives(mx.distributed.init(), 1.0).identity
@@ -142,7 +141,7 @@ def lost(tmp_path: Path, how: str) -> tuple[str, float]:
     return said, seconds
 
 
-def test_a_rank_that_never_comes_is_a_timeout_and_the_group_is_given_up(tmp_path: Path) -> None:
+def test_a_rank_that_never_comes_is_a_timeout_and_the_group_is_given_up(tmp_path: Path):
     said, seconds = lost(tmp_path, "late")
     assert "CollectiveTimeoutError: rank 0 of 2" in said
     assert "BackendError: an agreement over this group was given up on rank 0 of 2" in said
@@ -151,7 +150,7 @@ def test_a_rank_that_never_comes_is_a_timeout_and_the_group_is_given_up(tmp_path
     assert seconds < 40
 
 
-def test_a_rank_that_is_killed_is_an_error_of_mlx(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_an_error_of_mlx(tmp_path: Path):
     said, _ = lost(tmp_path, "killed")
     assert (
         "BackendError: MLX failed on rank 0 of 2 while the ranks agreed on a step: [ring] connection to a peer" in said

@@ -69,7 +69,7 @@ class Other(SGD):
     """Of another class."""
 
 
-def optimizers_of(library: str) -> dict[str, Any]:
+def optimizers_of(library: str):
     """Return optimizers that count their steps, the last of another class."""
     if library == "numpy":
         return {"A": SGD(None), "B": SGD(None), "C": Other(None)}
@@ -85,10 +85,10 @@ def optimizers_of(library: str) -> dict[str, Any]:
 class Rank:
     """One rank that makes the calls of a program."""
 
-    def __init__(self, group: ThreadCollectives, library: str) -> None:
+    def __init__(self, group: ThreadCollectives, library: str):
         self.is_torch = library == "torch"
         self.group, self.optimizers = group, optimizers_of(library)
-        kind: Any = gradscale.ShardedGradScaler
+        kind = gradscale.ShardedGradScaler
         if self.is_torch:
             kind = functools.partial(importlib.import_module("gradscale_torch").ShardedGradScaler, "cpu")
         self._xp: Any = require(library)
@@ -96,75 +96,75 @@ class Rank:
         self.scaler: Any = self._make()
         self._saved = self.scaler.state_dict()
 
-    def _array(self, value: float, *shape: int) -> Any:
+    def _array(self, value: float, *shape: int):
         return self._xp.full(shape, value, dtype=self._xp.float32)
 
-    def call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments):
         """Make one call, of a method here or of the scaler."""
         chosen = [self.optimizers.get(argument, argument) for argument in arguments]
         getattr(self if hasattr(self, name) else self.scaler, name)(*chosen)
 
-    def scale(self, overflow: Any = None) -> None:
+    def scale(self, overflow=None):
         factor = float(self.scaler.scale(self._array(1.0)))
         for name, optimizer in self.optimizers.items():
             value = math.inf if optimizer is overflow else TRUE[name] * factor
             self._put(optimizer, [self._array(value, 3)])
 
-    def spike(self) -> None:
+    def spike(self):
         self.scaler.scale(self._array(1.0), loss=100.0)
 
-    def _put(self, optimizer: Any, gradients: list[Any]) -> None:
+    def _put(self, optimizer, gradients: list[Any]):
         if self.is_torch:
             optimizer.param_groups[0]["params"][0].grad = gradients[0] if gradients else None
         else:
             optimizer.grads = gradients
 
-    def overflow(self, optimizer: Any) -> None:
+    def overflow(self, optimizer):
         # The rank that makes the usual calls has it, too, but a good gradient.
         self.scale(optimizer if self.group.rank == 1 else None)
 
-    def without_gradients(self, optimizer: Any) -> None:
+    def without_gradients(self, optimizer):
         self._put(optimizer, [])
 
-    def unscale(self, optimizer: Any) -> None:
+    def unscale(self, optimizer):
         self.scaler.unscale_(optimizer)
 
-    def clip(self, optimizer: Any, max_norm: float) -> None:
+    def clip(self, optimizer, max_norm: float):
         self.scaler.unscale_(optimizer, max_norm=max_norm, **({} if self.is_torch else {"norm_over": "rank"}))
 
-    def step_alone(self, optimizer: Any) -> None:
+    def step_alone(self, optimizer):
         optimizer.step()
 
-    def step_schedule(self, optimizer: Any) -> None:
+    def step_schedule(self, optimizer):
         class Schedule:
-            def step(self) -> None:
+            def step(self):
                 pass
 
         self.scaler.step_schedule(optimizer, Schedule())
 
-    def diagnose(self, optimizer: Any, gather: bool) -> None:
+    def diagnose(self, optimizer, gather: bool):
         self.scaler.diagnose(optimizer, gather=gather)
 
-    def name(self, optimizer: Any) -> None:
+    def name(self, optimizer):
         self.scaler.name(optimizer, "x")
 
-    def save(self) -> None:
+    def save(self):
         self._saved = self.scaler.state_dict()
 
-    def load(self) -> None:
+    def load(self):
         self.scaler.load_state_dict(self._saved)
 
-    def copy(self) -> None:
+    def copy(self):
         self.scaler = copy.deepcopy(self.scaler)
 
-    def pickle(self) -> None:
+    def pickle(self):
         self.scaler = pickle.loads(pickle.dumps(self.scaler))
         self.join()
 
-    def join(self) -> None:
+    def join(self):
         self.scaler.set_group(self.group)
 
-    def construct(self) -> None:
+    def construct(self):
         self._make()
 
 
@@ -181,7 +181,7 @@ def outcomes(programs: tuple[Program, Program], library: str) -> list[Outcome]:
     """Return how two programs end, of which each is followed by two usual iterations."""
     ended: dict[int, Outcome] = {}
 
-    def work(group: ThreadCollectives) -> None:
+    def work(group: ThreadCollectives):
         try:
             rank = Rank(group, library)
             for call in (*programs[group.rank], *ITERATION, *ITERATION):
@@ -223,7 +223,7 @@ def is_safe(ended: list[Outcome], own_gradients: bool) -> bool:
     return own_gradients or ended[0].steps == ended[1].steps
 
 
-def cases() -> list[Any]:
+def cases():
     """Return every program on NumPy, and on torch those that it has: it clips sharded gradients alone over a group."""
     of_torch = [pytest.mark.torch, pytest.mark.tier("all")]
     return [
@@ -236,7 +236,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize(("library", "name"), cases())
-def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(library: str, name: str, odd: int) -> None:
+def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(library: str, name: str, odd: int):
     usual = PROGRAMS[name]
     for one in outcomes((usual, usual), library):
         assert one.error is None
@@ -252,7 +252,7 @@ def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(library: str,
     assert not wrong
 
 
-def test_ranks_that_end_apart_are_found() -> None:
+def test_ranks_that_end_apart_are_found():
     ended, failed = Outcome(None, {"scale": 4.0}, {"A": 1}), Outcome(gradscale.ScaleDesyncError(""), None, {})
     assert is_safe([ended, ended], False)
     assert is_safe([failed, failed], False)

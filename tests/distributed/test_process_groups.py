@@ -25,7 +25,7 @@ mpi_only = pytest.mark.mpi
 torch_only = pytest.mark.torch
 
 
-def test_messages_never_meet_the_users_own(processes: ProcessWorld) -> None:
+def test_messages_never_meet_the_users_own(processes: ProcessWorld):
     agree(processes, scenarios.overlapped, [()])
 
 
@@ -36,20 +36,18 @@ def test_messages_never_meet_the_users_own(processes: ProcessWorld) -> None:
         pytest.param(GlooWorld(4), ["both", "mixed", "rows"], id="gloo-4", marks=torch_only),
     ],
 )
-def test_a_list_of_groups_reaches_every_rank_of_a_grid(world: ProcessWorld, kinds: list[str]) -> None:
+def test_a_list_of_groups_reaches_every_rank_of_a_grid(world: ProcessWorld, kinds: list[str]):
     require("mpi" if isinstance(world, MPIWorld) else "torch")
     agree(world, scenarios.grid, [(bad_rank, kind) for bad_rank in range(4) for kind in kinds])
 
 
-def test_after_a_timeout_another_group_is_needed_and_meets_no_old_messages(
-    processes: ProcessWorld, tmp_path: Path
-) -> None:
+def test_after_a_timeout_another_group_is_needed_and_meets_no_old_messages(processes: ProcessWorld, tmp_path: Path):
     for late_rank in (0, processes.size - 1):
         (folder := tmp_path / str(late_rank)).mkdir()
         agree(processes, scenarios.after_a_timeout, [(late_rank, str(folder))])
 
 
-def test_int32_vectors_of_any_layout_are_reduced_and_nothing_else(processes: ProcessWorld) -> None:
+def test_int32_vectors_of_any_layout_are_reduced_and_nothing_else(processes: ProcessWorld):
     last = processes.size - 1
     every, strided = list(range(last, last + 10)), [last, 3 + last, 6 + last, 9 + last]
     expected = [every, strided, strided[::-1]] + [strided, every] * isinstance(processes, GlooWorld)
@@ -59,7 +57,7 @@ def test_int32_vectors_of_any_layout_are_reduced_and_nothing_else(processes: Pro
 @pytest.mark.parametrize(
     "scenario", [scenarios.what_is_no_communicator, scenarios.dropped_by_mpi, scenarios.many_scalers]
 )
-def test_communicators(mpi: MPIWorld, scenario: Any) -> None:
+def test_communicators(mpi: MPIWorld, scenario):
     agree(mpi, scenario, [()])
 
 
@@ -92,7 +90,7 @@ sys.stdout.write("survived\\n")
 @mpi_only
 @pytest.mark.parametrize("how", ["not initialised", "finalized"])
 @pytest.mark.parametrize("size", [None, 1, 2], ids=["without mpiexec", "1 rank", "2 ranks"])
-def test_without_mpi_a_scaler_is_refused_and_the_process_lives(size: int | None, how: str) -> None:
+def test_without_mpi_a_scaler_is_refused_and_the_process_lives(size: int | None, how: str):
     require("mpi")
     program = ["-c", WITHOUT_MPI, how]
     command = [sys.executable, *program] if size is None else mpi_command(size, *program)
@@ -108,31 +106,31 @@ def test_without_mpi_a_scaler_is_refused_and_the_process_lives(size: int | None,
 @pytest.mark.parametrize(
     "shape", [(2, 1), (2, 2), *later("all", (2,), (4,), (1, 2, 2))], ids=lambda shape: "x".join(map(str, shape))
 )
-def test_a_mesh_of_any_dimensions_is_one_group_of_all_its_ranks(shape: tuple[int, ...]) -> None:
+def test_a_mesh_of_any_dimensions_is_one_group_of_all_its_ranks(shape: tuple[int, ...]):
     require("torch")
     size = math.prod(shape)
     agree(GlooWorld(size), scenarios.mesh_of_the_world, [(shape, bad_rank) for bad_rank in range(size)])
 
 
 @torch_only
-def test_dimensions_of_a_mesh_that_do_not_cover_the_world_agree_among_themselves() -> None:
+def test_dimensions_of_a_mesh_that_do_not_cover_the_world_agree_among_themselves():
     require("torch")
     agree(GlooWorld(4), scenarios.part_of_a_mesh, [(0,), (3,)])
 
 
 @pytest.mark.parametrize("scenario", [scenarios.outside, scenarios.what_is_no_group, scenarios.dropped_by_torch])
-def test_groups_of_torch(gloo: GlooWorld, scenario: Any) -> None:
+def test_groups_of_torch(gloo: GlooWorld, scenario):
     agree(gloo, scenario, [()])
 
 
 @pytest.mark.parametrize("scenario", [scenarios.worlds_end, scenarios.two_under_way_time_out, scenarios.polled])
-def test_groups_of_torch_that_end_or_do_not_come(gloo: GlooWorld, scenario: Any, tmp_path: Path) -> None:
+def test_groups_of_torch_that_end_or_do_not_come(gloo: GlooWorld, scenario, tmp_path: Path):
     agree(gloo, scenario, [(str(tmp_path),)])
 
 
 @torch_only
 @pytest.mark.tier("quick")
-def test_torch_is_given_the_timeout_as_it_is_and_one_that_its_clock_holds_for_ever() -> None:
+def test_torch_is_given_the_timeout_as_it_is_and_one_that_its_clock_holds_for_ever():
     require("torch")
     from gradscale_torch.groups import seconds
 
@@ -142,7 +140,7 @@ def test_torch_is_given_the_timeout_as_it_is_and_one_that_its_clock_holds_for_ev
 
 
 @torch_only
-def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_may_try_again(tmp_path: Path) -> None:
+def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_may_try_again(tmp_path: Path):
     require("torch")
     for late_rank in (0, 1):
         (folder := tmp_path / str(late_rank)).mkdir()
@@ -152,7 +150,7 @@ def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_
 @torch_only
 @pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("bad", [200, 40_000])
-def test_only_the_order_of_starts_matters_and_each_agreement_is_one_reduction(size: int, bad: int) -> None:
+def test_only_the_order_of_starts_matters_and_each_agreement_is_one_reduction(size: int, bad: int):
     require("torch")
     agree(GlooWorld(size), scenarios.finished_in_another_order, [(bad,)])
 
@@ -178,11 +176,11 @@ def test_only_the_order_of_starts_matters_and_each_agreement_is_one_reduction(si
 )
 def test_a_tensor_travels_on_its_own_device_or_on_one_that_the_group_carries(
     backends: str, device: str | None, expected: str
-) -> None:
+):
     torch = require("torch")
     from gradscale_torch import groups
 
-    group: Any = SimpleNamespace(bound_device_id=torch.device("cuda:3"))
+    group = SimpleNamespace(bound_device_id=torch.device("cuda:3"))
     found = dict(pair.split(":") for pair in backends.split(","))
     if device is None:
         assert groups.example_device(found, group, None).type == expected
@@ -237,7 +235,7 @@ PROGRAMS: list[tuple[str, str, float, str, str]] = [
 )
 def test_a_program_that_is_interrupted_or_left_alone_ends_with_what_went_wrong(
     tmp_path: Path, kind: str, how: str, timeout: float, said: str
-) -> None:
+):
     require("torch" if kind == "gloo" else kind)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import pytest
 from axes import leave_out_fsdp2, require
@@ -14,42 +13,35 @@ pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
 
 @pytest.fixture(autouse=True)
-def scenarios() -> Any:
+def scenarios():
     """Return what the ranks do."""
     require("torch")
     return importlib.import_module("torch_diagnosis_scenarios")
 
 
 @pytest.mark.parametrize(
-    ("size", "method", "options", "how"),
+    ("size", "method", "options", "how", "mesh"),
     [
-        *((size, "FSDP2", {}, how) for size in (2, 3) for how in ("plain", "fused")),
-        (3, "FSDP2", {}, "late"),
-        (2, "FSDP2", {"half": True}, "plain"),
-        (3, "FSDP1", {}, "plain"),
-        (2, "FSDP1", {"original": False}, "plain"),
+        *((size, "FSDP2", {}, how, ()) for size in (2, 3) for how in ("plain", "fused")),
+        (3, "FSDP2", {}, "late", ()),
+        (2, "FSDP2", {"half": True}, "plain", ()),
+        (3, "FSDP1", {}, "plain", ()),
+        (2, "FSDP1", {"original": False}, "plain", ()),
+        # Whose groups are given, and where they are the mesh's own.
+        (4, "FSDP2", {}, "plain", ("hybrid", True)),
+        (4, "FSDP2", {}, "plain", ("data and tensor", False)),
     ],
 )
 def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
-    scenarios: Any, size: int, method: str, options: dict[str, bool], how: str
-) -> None:
+    scenarios, size: int, method: str, options: dict[str, bool], how: str, mesh: tuple[str, bool] | tuple[()]
+):
     if method == "FSDP2":
         leave_out_fsdp2()
-    agree(GlooWorld(size), scenarios.each_rank_in_turn, [(scenarios.Setup(method, **options), how)])
-
-
-@pytest.mark.parametrize(("parallel", "is_given"), [("hybrid", True), ("data and tensor", False)])
-def test_a_bad_shard_on_each_rank_of_a_mesh_is_named_by_its_place(
-    scenarios: Any, parallel: str, is_given: bool
-) -> None:
-    leave_out_fsdp2()
-    agree(GlooWorld(4), scenarios.each_rank_of_a_mesh, [(parallel, is_given)])
+    agree(GlooWorld(size), scenarios.each_rank_in_turn, [(scenarios.Setup(method, **options), how, *mesh)])
 
 
 @pytest.mark.parametrize(("method", "options"), [("FSDP2", {}), ("FSDP1", {}), ("FSDP1", {"original": False})])
-def test_a_broken_shard_on_each_rank_in_turn_is_named_on_every_rank(
-    scenarios: Any, method: str, options: dict[str, bool]
-) -> None:
+def test_a_broken_shard_on_each_rank_in_turn_is_named_on_every_rank(scenarios, method: str, options: dict[str, bool]):
     if method == "FSDP2":
         leave_out_fsdp2()
     ((_, results),) = each(GlooWorld(2), scenarios.broken_shards, [(scenarios.Setup(method, **options),)])
@@ -69,11 +61,11 @@ def test_a_broken_shard_on_each_rank_in_turn_is_named_on_every_rank(
 
 
 @pytest.mark.parametrize("kind", ["missing", "overlapping", "no loss"])
-def test_a_rank_whose_gradients_are_missing_or_refused_takes_part(gloo: GlooWorld, scenarios: Any, kind: str) -> None:
+def test_a_rank_whose_gradients_are_missing_or_refused_takes_part(gloo: GlooWorld, scenarios, kind: str):
     agree(gloo, scenarios.odd_gradients_of_a_mesh, [(odd_rank, kind) for odd_rank in range(gloo.size)])
 
 
 @pytest.mark.parametrize("placement", ["replicated", "parts"])
 @pytest.mark.parametrize("size", [2, *later("all", 3)])
-def test_a_loss_that_is_a_dtensor_is_judged_by_its_part_on_each_rank(scenarios: Any, size: int, placement: str) -> None:
+def test_a_loss_that_is_a_dtensor_is_judged_by_its_part_on_each_rank(scenarios, size: int, placement: str):
     agree(GlooWorld(size), scenarios.loss_of_a_mesh, [(bad_rank, placement) for bad_rank in range(size)])

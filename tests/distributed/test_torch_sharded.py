@@ -17,16 +17,13 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 MESHES = ("same", "half", "half first", "some")
 # For each, the scenario and what it is asked beside each rank in turn.
 TURNS: list[tuple[Any, ...]] = [
-    *(("as_torchs", explicit) for explicit in (False, True)),
-    *(("fused_on_one", name) for name in FUSED),
-    *(("without_gradients", is_fused) for is_fused in (False, True)),
-    *(("never_scaled", is_fused) for is_fused in (False, True)),
+    *(("fused", name) for name in FUSED),
+    *(("without", what, is_fused) for what in ("empty", "silent") for is_fused in (False, True)),
     *(("no_gradient_of_a_mesh", max_norm) for max_norm in (None, 0.5)),
     *(("clip_of_a_mesh", value) for value in (math.inf, math.nan)),
     *(("two_meshes", kind, which, False) for kind in MESHES for which in range(2)),
 ]
 ONCE: list[tuple[Any, ...]] = [
-    *(("fused_on_all", name) for name in FUSED),
     *(("two_meshes", None, kind, 0, is_given) for kind in MESHES for is_given in (False, True)),
     *(("clip_of_two_meshes", kind) for kind in MESHES if kind != "some"),
     ("clip_dtensors_and_plain_tensors",),
@@ -34,42 +31,36 @@ ONCE: list[tuple[Any, ...]] = [
 
 
 @pytest.fixture(autouse=True)
-def torch() -> Any:
+def torch():
     """Return torch."""
     return require("torch")
 
 
 @pytest.fixture
-def scenarios() -> Any:
+def scenarios():
     """Return what the ranks do on plain tensors and DTensors."""
     return importlib.import_module("torch_sharded_scenarios")
 
 
 @pytest.fixture
-def fsdp() -> Any:
+def fsdp():
     """Return what the ranks do with FSDP."""
     return importlib.import_module("fsdp_scenarios")
 
 
-def leave_out_adagrad(arguments: list[Any]) -> None:
-    """Leave out what looks at the verdict that a fused Adagrad is told."""
-    if "Adagrad" in arguments:
-        leave_out_on_torch_2_6("its fused Adagrad leaves the verdict to the scaler")
-
-
 @pytest.mark.parametrize(("name", "others"), [(name, others) for name, *others in TURNS], ids=str)
-def test_each_rank_in_turn(gloo: GlooWorld, scenarios: Any, name: str, others: list[Any]) -> None:
-    leave_out_adagrad(others)
+def test_each_rank_in_turn(gloo: GlooWorld, scenarios, name: str, others: list[Any]):
+    if "Adagrad" in others:
+        leave_out_on_torch_2_6("its fused Adagrad leaves the verdict to the scaler")
     agree(gloo, getattr(scenarios, name), [(rank, *others) for rank in range(gloo.size)])
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, arguments) for name, *arguments in ONCE], ids=str)
-def test_all_ranks(gloo: GlooWorld, scenarios: Any, name: str, arguments: list[Any]) -> None:
-    leave_out_adagrad(arguments)
+def test_all_ranks(gloo: GlooWorld, scenarios, name: str, arguments: list[Any]):
     agree(gloo, getattr(scenarios, name), [tuple(arguments)])
 
 
-def test_an_infinity_on_each_rank_of_crossed_meshes_is_found_on_all(scenarios: Any) -> None:
+def test_an_infinity_on_each_rank_of_crossed_meshes_is_found_on_all(scenarios):
     cases = [(bad_rank, "crossed", which, False) for bad_rank in range(4) for which in range(2)]
     agree(GlooWorld(4), scenarios.two_meshes, cases)
 
@@ -79,7 +70,7 @@ def test_an_infinity_on_each_rank_of_crossed_meshes_is_found_on_all(scenarios: A
 
 @pytest.mark.parametrize("overflow", ["loss", "gradient"])
 @pytest.mark.parametrize("size", [2, *later("all", 3)])
-def test_training_is_that_with_torchs_own_scaler_bit_for_bit(fsdp: Any, size: int, overflow: str) -> None:
+def test_training_is_that_with_torchs_own_scaler_bit_for_bit(fsdp, size: int, overflow: str):
     # Ranks of DDP decide alone, and an infinity in the gradients of one would part them.
     setups = [setup for setup in fsdp.SETUPS if (setup.method, overflow) != ("DDP", "gradient")]
     if is_torch_2_6():
@@ -92,19 +83,17 @@ def test_training_is_that_with_torchs_own_scaler_bit_for_bit(fsdp: Any, size: in
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("parallel", ["data", "hybrid", "data and tensor"])
-def test_an_infinity_on_each_rank_of_a_mesh_is_found_on_all_without_a_group(
-    fsdp: Any, parallel: str, is_reversed: bool
-) -> None:
+def test_an_infinity_on_each_rank_of_a_mesh_is_found_on_all_without_a_group(fsdp, parallel: str, is_reversed: bool):
     leave_out_fsdp2()
     agree(GlooWorld(4), fsdp.mesh_overflow, [(bad_rank, parallel, is_reversed) for bad_rank in range(4)])
 
 
 @pytest.mark.parametrize("parallel", ["data", "hybrid", "data and tensor"])
-def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(fsdp: Any, parallel: str) -> None:
+def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(fsdp, parallel: str):
     leave_out_fsdp2()
     agree(GlooWorld(4), fsdp.clip, [(parallel, max_norm) for max_norm in (0.01, 1e6)])
 
 
-def test_each_optimizer_costs_one_short_all_reduce_where_torch_makes_four(fsdp: Any) -> None:
+def test_each_optimizer_costs_one_short_all_reduce_where_torch_makes_four(fsdp):
     leave_out_fsdp2()
     agree(GlooWorld(4), fsdp.count_collectives, [(False,), (True,)])

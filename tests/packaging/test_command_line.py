@@ -25,7 +25,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_every_help_has_examples_and_its_paragraphs_end_where_the_terminal_does(command: str) -> None:
+def test_every_help_has_examples_and_its_paragraphs_end_where_the_terminal_does(command: str):
     require("cli")
     completed = run(*command.split(), "--help")
     assert completed.returncode == 0, completed.stderr
@@ -37,7 +37,7 @@ def test_every_help_has_examples_and_its_paragraphs_end_where_the_terminal_does(
     assert all(len(above.rstrip()) + 1 + len(below.split()[0]) >= 119 for above, below in pairs), completed.stdout
 
 
-def test_the_script_and_the_module_are_the_same_program() -> None:
+def test_the_script_and_the_module_are_the_same_program():
     require("cli")
     script = Path(sys.executable).with_name("gradscale")
     assert script.exists()
@@ -45,7 +45,7 @@ def test_the_script_and_the_module_are_the_same_program() -> None:
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_a_flag_takes_no_value(command: str) -> None:
+def test_a_flag_takes_no_value(command: str):
     require("cli")
     shown = run(*command.split(), "--help").stdout
     assert ("--json" in shown) == bool(command)
@@ -57,7 +57,7 @@ def test_a_flag_takes_no_value(command: str) -> None:
 @pytest.mark.parametrize(
     "arguments", [["doctor", "--help"], ["doctor", "numpy,fast"], ["simulate", "CO", "-p", "torch"]]
 )
-def test_off_a_terminal_a_page_is_as_wide_as_it_is_told(arguments: list[str], columns: int) -> None:
+def test_off_a_terminal_a_page_is_as_wide_as_it_is_told(arguments: list[str], columns: int):
     require("cli")
     lines = run(*arguments, COLUMNS=str(columns)).stdout.splitlines()
     assert lines
@@ -67,7 +67,7 @@ def test_off_a_terminal_a_page_is_as_wide_as_it_is_told(arguments: list[str], co
 
 
 @pytest.mark.tier("quick")
-def test_a_column_that_stays_empty_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_that_stays_empty_is_left_out(capsys: pytest.CaptureFixture[str]):
     require("cli")
     from gradscale.tools.cli.output import console, table
 
@@ -80,11 +80,11 @@ def test_a_column_that_stays_empty_is_left_out(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.tier("quick")
-def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     require("cli")
     from gradscale.tools.cli import app
 
-    def ended(**_: object) -> None:
+    def ended(**_: object):
         raise gradscale.InvalidValueError("two\nlines")
 
     monkeypatch.setattr(app, "app", ended)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from axes import require
@@ -45,7 +44,7 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     return python("-m", "gradscale", "doctor", *arguments, **(usual | environment))
 
 
-def rows(completed: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+def rows(completed: subprocess.CompletedProcess[str]):
     """Return what JSON says of each component; it is alone on stdout."""
     return {row["name"]: row for row in json.loads(completed.stdout)["components"]}
 
@@ -64,7 +63,7 @@ def third_party(tmp_path: Path) -> str:
 
 
 @pytest.mark.tier("quick")
-def test_numpy_works_and_is_used() -> None:
+def test_numpy_works_and_is_used():
     completed = doctor("numpy", "--json")
     assert completed.returncode == 0, completed.stderr
     numpy = rows(completed)["numpy"]
@@ -77,7 +76,7 @@ def test_numpy_works_and_is_used() -> None:
 
 
 @pytest.mark.tier("quick")
-def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     require("cli")
     from gradscale.tools.cli import doctor as command
     from gradscale.tools.cli.probe import find
@@ -105,7 +104,7 @@ def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypat
         pytest.param("mlx", "mlx", {"devices", "groups"}, marks=pytest.mark.mlx),
     ],
 )
-def test_a_library_is_used_and_shows_what_it_has(library: str, name: str, details: set[str]) -> None:
+def test_a_library_is_used_and_shows_what_it_has(library: str, name: str, details: set[str]):
     require(library)
     completed = doctor(library, "--json", "--require", f"numpy,{library}")
     assert completed.returncode == 0, completed.stderr
@@ -113,7 +112,7 @@ def test_a_library_is_used_and_shows_what_it_has(library: str, name: str, detail
     assert all(found[one] for one in details)
 
 
-def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_party: str) -> None:
+def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_party: str):
     completed = doctor(*BROKEN, "numpy", "--json", "--timeout", "20", PYTHONPATH=third_party)
     assert completed.returncode == 1
     found = rows(completed)
@@ -125,7 +124,7 @@ def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_par
     assert not json.loads(completed.stdout)["ok"]
 
 
-def test_names_may_be_separated_by_commas_and_what_is_broken_matters_only_if_it_is_required(third_party: str) -> None:
+def test_names_may_be_separated_by_commas_and_what_is_broken_matters_only_if_it_is_required(third_party: str):
     completed = doctor("numpy,fakelib,", "cupy", "--json", "--require", "numpy", PYTHONPATH=third_party)
     assert list(rows(completed)) == ["numpy", "fakelib", "cupy"]
     completed = doctor("--json", "--require", "numpy", PYTHONPATH=third_party)
@@ -137,7 +136,7 @@ def test_names_may_be_separated_by_commas_and_what_is_broken_matters_only_if_it_
     assert "libfake.so.3" in completed.stdout
 
 
-def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> None:
+def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as util\nfind = util.find_spec\n"
         "util.find_spec = lambda name, package=None: None if name == 'torch' else find(name, package)\n"
@@ -150,7 +149,7 @@ def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("arguments", [("--require", "numpi"), ("numpy,numpi",)], ids=["required", "named"])
-def test_an_unknown_name_is_an_error_that_lists_the_known(arguments: tuple[str, ...]) -> None:
+def test_an_unknown_name_is_an_error_that_lists_the_known(arguments: tuple[str, ...]):
     completed = doctor(*arguments)
     assert completed.returncode == 1
     looks_at = "numpy, mpi, torch, jax, cupy, nccl4py, mlx, fast"
@@ -159,7 +158,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known(arguments: tuple[str, 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("command", [("doctor", "numpy", "--json"), ("check", "--group", "mpi", "--json")], ids=str)
-def test_modules_of_the_working_directory_are_not_run(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_modules_of_the_working_directory_are_not_run(command: tuple[str, ...], tmp_path: Path):
     require("cli")
     require("mpi")
     (tmp_path / "numpy.py").write_text("import pathlib\npathlib.Path('was_run').touch()\n")

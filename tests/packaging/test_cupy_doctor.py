@@ -28,7 +28,7 @@ nccl = SimpleNamespace(available=False)
 """
 
 
-def test_without_a_device_the_reason_says_what_to_do_and_no_other_command_is_given(tmp_path: Path) -> None:
+def test_without_a_device_the_reason_says_what_to_do_and_no_other_command_is_given(tmp_path: Path):
     require("cli")
     (tmp_path / "cupy").mkdir()
     (tmp_path / "cupy" / "__init__.py").write_text("ndarray = type('ndarray', (), {})\n")
@@ -44,7 +44,7 @@ def test_without_a_device_the_reason_says_what_to_do_and_no_other_command_is_giv
 @pytest.mark.parametrize(
     ("has_nccl", "nccl"), [(True, "2.27.3"), (False, "missing, python -m pip install nvidia-nccl-cu13")]
 )
-def test_with_devices_they_are_named_and_so_are_the_driver_the_runtime_and_nccl(has_nccl: bool, nccl: str) -> None:
+def test_with_devices_they_are_named_and_so_are_the_driver_the_runtime_and_nccl(has_nccl: bool, nccl: str):
     with installed(has_nccl=has_nccl):
         assert probe.probe(*probe.find(["cupy"])) == {
             "did": "scale, unscale, update",
@@ -56,7 +56,7 @@ def test_with_devices_they_are_named_and_so_are_the_driver_the_runtime_and_nccl(
         }
 
 
-def test_nccl4py_makes_a_communicator_and_names_nccls_version_and_its_own() -> None:
+def test_nccl4py_makes_a_communicator_and_names_nccls_version_and_its_own():
     version = require("nccl4py").__version__
     with bindings_installed():
         assert probe.probe("nccl4py") == {
@@ -66,7 +66,7 @@ def test_nccl4py_makes_a_communicator_and_names_nccls_version_and_its_own() -> N
         }
 
 
-def test_without_nccl_nccl4py_says_so() -> None:
+def test_without_nccl_nccl4py_says_so():
     require("cli")
     if require("nccl4py").get_version().libnccl is not None:
         pytest.skip("gpu: there is an NCCL here")

@@ -7,8 +7,6 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from axes import require
@@ -21,7 +19,7 @@ FEWEST, MOST = 3, 8  # lines of an example: of all, and of code
 PARSER = doctest.DocTestParser()
 
 
-def public(module: types.ModuleType, names: list[str]) -> Iterator[tuple[str, Any]]:
+def public(module: types.ModuleType, names: list[str]):
     """Yield the classes and functions among a module's public names, and those of the modules among them."""
     for name in names:
         found = getattr(module, name)
@@ -40,7 +38,7 @@ PURE = {
 }
 
 
-def run(name: str, documented: Any) -> None:
+def run(name: str, documented):
     """Hold an object's docstring to having an example, and run it."""
     text = inspect.getdoc(documented) or ""
     examples = text.partition("\nExamples\n--------\n")[2]
@@ -55,7 +53,7 @@ def run(name: str, documented: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PURE))
-def test_an_example_runs(name: str) -> None:
+def test_an_example_runs(name: str):
     require("numpy")
     if name.startswith("gradscale.tools.plot."):
         require("plot")
@@ -71,7 +69,7 @@ def test_an_example_runs(name: str) -> None:
         pytest.param("mlx", marks=[pytest.mark.mlx, pytest.mark.tier("ranks")]),
     ],
 )
-def test_the_examples_of_an_adapter_run(library: str) -> None:
+def test_the_examples_of_an_adapter_run(library: str):
     for needed in (library, *(["optax"] if library == "jax" else [])):
         require(needed)
     adapter = importlib.import_module(f"gradscale_{library}")
@@ -83,11 +81,11 @@ def test_the_examples_of_an_adapter_run(library: str) -> None:
     ("text", "said"),
     [("Do nothing.", "has no example"), ("Do.\n\nExamples\n--------\n>>> x = 1\n>>> x + 1\n3\n", "Expected")],
 )
-def test_a_missing_example_and_a_wrong_one_are_seen(text: str, said: str) -> None:
+def test_a_missing_example_and_a_wrong_one_are_seen(text: str, said: str):
     with pytest.raises(AssertionError, match=said):
         run("x", types.SimpleNamespace(__doc__=text))
 
 
-def test_all_public_names_are_asked() -> None:
+def test_all_public_names_are_asked():
     assert len(PURE) >= 35
     assert {"gradscale.policies.presets.named", "gradscale.tools.callbacks.JSONLines"} <= set(PURE)

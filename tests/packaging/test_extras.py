@@ -110,7 +110,7 @@ def cases() -> list[object]:
 @pytest.mark.parametrize(("arguments", "library", "begin", "said", "needed"), cases())
 def test_what_is_missing_is_said_in_the_last_line(
     arguments: list[str], library: str, begin: str, said: str, needed: str
-) -> None:
+):
     require(needed)
     completed = python("-c", WITHOUT, library, *arguments, COLUMNS="200", NO_COLOR="1", TERM="dumb")
     assert completed.returncode in (1, 3)
@@ -121,7 +121,7 @@ def test_what_is_missing_is_said_in_the_last_line(
     assert begin == RAISED or not before
 
 
-def test_every_example_is_among_them_and_every_extra_and_group_that_is_named_is_one() -> None:
+def test_every_example_is_among_them_and_every_extra_and_group_that_is_named_is_one():
     assert {name for name, *_ in PROGRAMS} == {path.name for path in EXAMPLES.glob("*.py")}
     named = {extras for *_, extras in (*IMPORTS, *COMMANDS)} | {extras for *_, extras, _ in PROGRAMS if extras}
     assert named <= {*METADATA["project"]["optional-dependencies"]}
@@ -136,7 +136,7 @@ def test_every_example_is_among_them_and_every_extra_and_group_that_is_named_is_
     ],
     ids=["clone", "installed"],
 )
-def test_a_command_is_that_of_a_clone_only_in_a_clone(tmp_path: Path, beside: str, said: str) -> None:
+def test_a_command_is_that_of_a_clone_only_in_a_clone(tmp_path: Path, beside: str, said: str):
     (tmp_path / "gradscale").symlink_to(Path(gradscale.__file__).parent)
     (tmp_path / beside).touch()
     completed = python(
@@ -145,7 +145,7 @@ def test_a_command_is_that_of_a_clone_only_in_a_clone(tmp_path: Path, beside: st
     assert completed.stdout == f"{said}\n", completed.stderr
 
 
-def test_a_library_that_cannot_be_imported_is_not_called_missing() -> None:
+def test_a_library_that_cannot_be_imported_is_not_called_missing():
     with pytest.raises(BackendNotAvailableError) as caught, needs("this", "torch"):
         raise ImportError("libfake.so.3: cannot open", name="torch._C")
     assert not isinstance(caught.value, ModuleNotFoundError)
@@ -153,7 +153,7 @@ def test_a_library_that_cannot_be_imported_is_not_called_missing() -> None:
     assert str(caught.value.__cause__) == "libfake.so.3: cannot open"
 
 
-def test_the_outermost_says_what_brings_all_that_it_needs() -> None:
+def test_the_outermost_says_what_brings_all_that_it_needs():
     with pytest.raises(MissingExtraError) as caught, needs("program.py", "torch"), needs("inner", "torch"):
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     assert re.fullmatch(message("program.py", "torch", "torch"), str(caught.value))
@@ -169,20 +169,20 @@ def test_the_outermost_says_what_brings_all_that_it_needs() -> None:
     ],
     ids=["its-own-fault", "says-what-to-do"],
 )
-def test_what_no_extra_mends_passes_unchanged(error: ImportError) -> None:
+def test_what_no_extra_mends_passes_unchanged(error: ImportError):
     with pytest.raises(ImportError) as caught, needs("this", "torch"):
         raise error
     assert caught.value is error
 
 
-def test_a_missing_library_is_found_before_anything_is_imported() -> None:
+def test_a_missing_library_is_found_before_anything_is_imported():
     with pytest.raises(MissingExtraError) as caught, needs("x", "plot", "no_such_module_at_all"):
         pytest.fail("the block was run")
     assert caught.value.name == "no_such_module_at_all"
 
 
 @pytest.mark.mpi
-def test_mpi4py_without_an_mpi_says_what_brings_one() -> None:
+def test_mpi4py_without_an_mpi_says_what_brings_one():
     require("mpi")
     completed = python("-c", "import gradscale_numpy.mpi", MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert completed.stderr.splitlines()[-1] == (

@@ -50,9 +50,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("place", [".", "elsewhere", "gradscale/examples"])
-def test_an_editable_install_serves_scripts_and_type_checkers(
-    installed: tuple[Path, Path], tmp_path: Path, place: str
-) -> None:
+def test_an_editable_install_serves_scripts_and_type_checkers(installed: tuple[Path, Path], tmp_path: Path, place: str):
     folder, python = installed
     (folder / "elsewhere").mkdir(exist_ok=True)
     # Beside the clone, the script's own folder comes first on its path, and the working directory for -c.
@@ -92,7 +90,7 @@ for scaler in (GradScaler("cpu"), ShardedGradScaler("cpu")):
 
 @pytest.mark.torch
 @pytest.mark.tier("all")
-def test_type_checkers_know_what_the_methods_of_torchs_replacements_return(tmp_path: Path) -> None:
+def test_type_checkers_know_what_the_methods_of_torchs_replacements_return(tmp_path: Path):
     require("torch")
     require("mypy")
     (tmp_path / "typed.py").write_text(TYPED)
@@ -101,7 +99,7 @@ def test_type_checkers_know_what_the_methods_of_torchs_replacements_return(tmp_p
 
 
 @pytest.mark.tier("all")
-def test_the_folders_of_a_clone_come_after_those_of_a_program(installed: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_folders_of_a_clone_come_after_those_of_a_program(installed: tuple[Path, Path], tmp_path: Path):
     _, python = installed
     for name in ("tests", "examples", "backends"):
         (tmp_path / name).mkdir()

@@ -35,7 +35,7 @@ LEARNT = {
 }
 
 
-def test_every_block_of_python_is_run() -> None:
+def test_every_block_of_python_is_run():
     names = [name for name, _ in BLOCKS]
     assert len(set(names)) == len(names)
     recipes = sum(len(RECIPE.findall(text)) for text in PAGES.values())
@@ -49,7 +49,7 @@ def test_every_block_of_python_is_run() -> None:
         for name, code in BLOCKS
     ],
 )
-def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
+def test_a_block_runs(name: str, code: str, tmp_path: Path):
     # Not by the name of the library that it imports.
     program = tmp_path / f"block_{name}.py"
     program.write_text(code + LEARNT.get(name, ""))
@@ -81,12 +81,12 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
             assert [float(weight) for weight in weights.split()] == pytest.approx([1, -2, 3, -4], abs=0.01)
 
 
-def test_the_commands_are_those_that_are_known() -> None:
+def test_the_commands_are_those_that_are_known():
     assert set(COMMANDS) == {"digits", "tests", "fsdp", "spikes", "rl", "lightning", "jax"}
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_a_command_is_one_line_that_says_how_long_it_takes_and_what_it_downloads(name: str) -> None:
+def test_a_command_is_one_line_that_says_how_long_it_takes_and_what_it_downloads(name: str):
     page, block = COMMANDS[name]
     line, end = block.split("\n")
     assert end == ""
@@ -104,7 +104,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere_and_to_every_page() -> None:
+def test_links_lead_somewhere_and_to_every_page():
     reached = {"README.md"}
     for page, text in PAGES.items():
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -118,35 +118,48 @@ def test_links_lead_somewhere_and_to_every_page() -> None:
     assert set(PAGES) <= reached
 
 
-def test_the_documents_tell_nothing_of_the_machine_they_were_written_on() -> None:
+def test_the_documents_tell_nothing_of_the_machine_they_were_written_on():
     texts = {**PAGES, **{path.name: path.read_text() for path in ROOT.glob("examples/**/*.py")}}
     for name, text in texts.items():
         assert not re.search(r"/(root|work|home|tmp|opt)/", text), name
 
 
-def test_the_front_page_installs_from_the_address_of_the_project() -> None:
+def test_the_front_page_installs_from_the_address_of_the_project():
     source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
     text = (ROOT / "README.md").read_text()
     assert f"pip install 'gradscale[torch] @ git+{source}'" in text
     assert f"git clone {source}`" in text
 
 
-def test_the_front_page_is_short() -> None:
+def test_the_front_page_is_short():
     text = PAGES["README.md"]
     assert len(text.splitlines()) <= 130
     assert len(text.split()) <= 1100
 
 
-def test_every_block_says_what_it_is_written_in() -> None:
+def test_every_block_says_what_it_is_written_in():
     for page, text in PAGES.items():
         # Without a language the site colours what a program prints as if it were Python.
         starts = [line for line in text.splitlines() if line.startswith("```")][::2]
         assert "```" not in starts, page
 
 
-def test_the_front_pages_picture_follows_the_readers_colours_and_is_small() -> None:
+def test_the_front_pages_picture_follows_the_readers_colours_and_is_small():
     (name,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", PAGES["README.md"])
     picture = (ROOT / name).read_text()
     assert len(picture) < 10_000
     assert "@media (prefers-color-scheme: dark)" in picture
     assert "<rect" not in picture  # no ground of its own
+
+
+@pytest.mark.parametrize("word", ["DDP", "overflow", "NaN", "skip", "resume", "bfloat16"])
+def test_a_search_leads_to_a_recipe_or_an_answer(word: str):
+    # The site's search ranks these before all else, as .ci/docs/conf.py makes main entries of the index of them.
+    found = {
+        page
+        for page, text in PAGES.items()
+        for words in re.findall(r"^#.*\n\n<!-- search: (.*) -->$", text, flags=re.MULTILINE)
+        if word in words.split(", ")
+    }
+    assert len(found) == 1
+    assert found <= {"backends/gradscale_torch/RECIPES.md", "gradscale/FAQ.md"}

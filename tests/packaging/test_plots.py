@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +19,12 @@ REPORTS = [UpdateReport(i, 8.0 / i, i == 2, 0, ()) for i in (1, 2, 3)]
 
 
 @pytest.fixture
-def library() -> None:
+def library():
     """Skip where there is no matplotlib."""
     require("plot")
 
 
-def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
+def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path):
     with JSONLines(tmp_path / "log.jsonl") as log:
         for report in REPORTS:
             log(report)
@@ -38,14 +37,14 @@ def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
         assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_runs_that_are_drawn_in_one_ax_lie_within_its_limits() -> None:
+def test_runs_that_are_drawn_in_one_ax_lie_within_its_limits():
     ax = plot.history(REPORTS).axes[0]
     plot.history([UpdateReport(4, 2.0**20, False, 0, ())], ax=ax)
     assert ax.get_ylim()[0] < 8.0 / 3.0 < 2.0**20 < ax.get_ylim()[1]
     assert ax.get_xlim()[0] <= 1 < 5 <= ax.get_xlim()[1]
 
 
-def test_each_panel_of_simulations_has_an_axis_for_its_own_scales() -> None:
+def test_each_panel_of_simulations_has_an_axis_for_its_own_scales():
     falling = simulate(DynamicScale(init_scale=2.0**100), "O" * 12, name="falling")
     figure = plot.simulation([falling, simulate(StaticScale(1024.0), "C" * 12, name="static")])
     limits = [ax.get_ylim() for ax in figure.axes]
@@ -55,7 +54,7 @@ def test_each_panel_of_simulations_has_an_axis_for_its_own_scales() -> None:
     assert limits[1][1] / limits[1][0] > 2.0**6
 
 
-def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_few_points() -> None:
+def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_few_points():
     run = simulate(DynamicScale(init_scale=1024.0, growth_interval=1), "CO" * 50_000 + "C" * 50_000, name="nervous")
     (line,) = plot.simulation(run).axes[0].lines
     drawn = list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True))
@@ -68,9 +67,7 @@ def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_fe
     ] + [(150_001, run.scale[-1])]
 
 
-def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     reports: list[UpdateReport] = []
     scaler, optimizer = GradScaler(on_update=[JSONLines("log.jsonl"), reports.append]), Tree()
@@ -88,7 +85,7 @@ def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
-def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
+def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost():
     result = simulate(DynamicScale(), "CO" * 30_000, name="one")
     figure = plot.simulation([result, result])
     assert len(figure.axes) == 2
@@ -110,13 +107,13 @@ def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
     ],
     ids=["text", "negative", "large", "huge", "new", "none"],
 )
-def test_a_log_that_cannot_be_drawn_names_the_line(row: str, said: str, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_drawn_names_the_line(row: str, said: str, tmp_path: Path):
     (tmp_path / "log.jsonl").write_text(f'{{"scale": 2.0}}\n{row}\n')
     with pytest.raises(InvalidValueError, match=f"line 2 of .*must have {said}"):
         plot.history(tmp_path / "log.jsonl")
 
 
-def test_what_is_not_finite_is_left_out_of_the_picture(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_left_out_of_the_picture(tmp_path: Path):
     rows = [f'{{"scale": 2.0, "magnitude": {value}}}\n' for value in ("NaN", "Infinity", "1e308", "1.0")]
     (tmp_path / "log.jsonl").write_text("".join(rows))
     figure = plot.history(tmp_path / "log.jsonl", tmp_path / "plot.png")
@@ -125,7 +122,7 @@ def test_what_is_not_finite_is_left_out_of_the_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("draw", [plot.history, plot.simulation])
-def test_other_objects_are_refused(draw: Any, tmp_path: Path) -> None:
+def test_other_objects_are_refused(draw, tmp_path: Path):
     for bad in (None, 3, [3], []):
         with pytest.raises(
             (InvalidTypeError, InvalidValueError), match=r"must (hold|be at least one)|at least one step"

@@ -52,13 +52,13 @@ def loaded_after(*statements: str) -> set[str]:
     ],
     ids=["scaler", "numpy", "help", "scale"],
 )
-def test_nothing_is_loaded_but_what_comes_along(statements: list[str], expected: set[str]) -> None:
+def test_nothing_is_loaded_but_what_comes_along(statements: list[str], expected: set[str]):
     if "typer" in expected:
         require("cli")
     assert loaded_after(*statements) & FRAMEWORKS == expected
 
 
-def test_help_is_the_docstring_which_has_every_public_name() -> None:
+def test_help_is_the_docstring_which_has_every_public_name():
     assert {"GradScaler", "presets", "load_foreign_state", "tree", "__version__"} < set(dir(gradscale))
     assert not {"typing", "core", "_LATER"} & set(dir(gradscale))
     for name in {*dir(gradscale)} - {*gradscale.errors.__all__, "__version__"}:
@@ -78,13 +78,13 @@ def modules() -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize("package", sorted(NAMES))
-def test_a_package_is_marked_as_typed(package: str) -> None:
+def test_a_package_is_marked_as_typed(package: str):
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert Path(spec.origin or "").with_name("py.typed").exists()
 
 
-def test_policies_reports_and_results_cannot_be_changed() -> None:
+def test_policies_reports_and_results_cannot_be_changed():
     found = [one for module in modules() for name, one in vars(module).items() if not name.startswith("_")]
     records = {one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)}
     assert {gradscale.DynamicScale, gradscale.StaticScale, gradscale.OverflowReport} < records
@@ -94,7 +94,7 @@ def test_policies_reports_and_results_cannot_be_changed() -> None:
                 setattr(object.__new__(record), field.name, None)
 
 
-def test_whatever_names_the_version_names_this_one() -> None:
+def test_whatever_names_the_version_names_this_one():
     assert importlib.metadata.version("gradscale") == gradscale.__version__
     cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     newest = re.search(
@@ -105,7 +105,7 @@ def test_whatever_names_the_version_names_this_one() -> None:
     assert [*cited, newest[1], *packaged] == [gradscale.__version__] * 3
 
 
-def test_the_recipe_for_conda_asks_for_the_versions_that_the_package_asks_for() -> None:
+def test_the_recipe_for_conda_asks_for_the_versions_that_the_package_asks_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {line for lines in project["optional-dependencies"].values() for line in lines}
     names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
@@ -119,7 +119,7 @@ def test_the_recipe_for_conda_asks_for_the_versions_that_the_package_asks_for() 
     assert {*re.findall(r"^    - (.*)$", run, re.MULTILINE)} == wanted | {"python >=${{ python_min }}"}
 
 
-def test_entry_points_and_extras_are_installed() -> None:
+def test_entry_points_and_extras_are_installed():
     assert {"numpy", "mpi4py", "torch", "jax", "jaxlib", "mlx"} <= set(gradscale.registry.names())
     metadata = importlib.metadata.metadata("gradscale")
     extras = {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "jax", "optax", "cupy", "nccl4py", "mlx", "cli"}
@@ -135,7 +135,7 @@ is_wheel = pytest.mark.skipif(
 
 
 @is_wheel
-def test_the_installed_wheel_is_what_is_tested() -> None:
+def test_the_installed_wheel_is_what_is_tested():
     for package in NAMES:
         spec = importlib.util.find_spec(package)
         assert spec is not None
@@ -146,7 +146,7 @@ def test_the_installed_wheel_is_what_is_tested() -> None:
 
 
 @is_wheel
-def test_the_page_of_the_installed_wheel_suits_an_index() -> None:
+def test_the_page_of_the_installed_wheel_suits_an_index():
     metadata = importlib.metadata.distribution("gradscale").read_text("METADATA") or ""
     # A newer hatchling writes a newer version unless it is told, which some indexes refuse.
     assert metadata.startswith("Metadata-Version: 2.4\n")

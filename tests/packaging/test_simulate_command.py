@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from axes import require
+from optimizers import Tree
+
+import gradscale
 
 pytestmark = pytest.mark.numpy
 
@@ -25,7 +30,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output if result.exit_code in (0, 2) else str(result.exception)
 
 
-def test_presets_are_compared_over_a_log(tmp_path: Path) -> None:
+def test_presets_are_compared_over_a_log(tmp_path: Path):
     path = tmp_path / "log.jsonl"
     path.write_text("".join(f'{{"skipped": {value}}}\n' for value in ("true", "false", "true")))
     code, output = run("--preset", "torch:init_scale=16", "--preset", "megatron", "--json", str(path))
@@ -38,14 +43,14 @@ def test_presets_are_compared_over_a_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.tier("all")
-def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path):
     require("plot")
     path = tmp_path / "scales.png"
     assert run("CCOC", "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_preset_that_is_like_none_is_answered_with_all_of_them_and_no_guess() -> None:
+def test_a_preset_that_is_like_none_is_answered_with_all_of_them_and_no_guess():
     code, output = run("--preset", "nosuch", "C")
     assert code == 1
     assert "there are apex, " in output
@@ -53,7 +58,7 @@ def test_a_preset_that_is_like_none_is_answered_with_all_of_them_and_no_guess() 
 
 
 @pytest.mark.tier("all")
-def test_the_help_says_which_kinds_of_picture_there_are() -> None:
+def test_the_help_says_which_kinds_of_picture_there_are():
     code, output = run("--help")
     assert code == 0
     assert ".png, .svg or .pdf" in " ".join(output.split())
@@ -77,9 +82,7 @@ def test_the_help_says_which_kinds_of_picture_there_are() -> None:
         (["../log.jsonl"], "line 2 of"),
     ],
 )
-def test_bad_input_is_one_clear_error(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_clear_error(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     require("plot")
     (tmp_path / "log.jsonl").write_text('{"skipped": true}\nnonsense\n')
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
@@ -91,7 +94,7 @@ def test_bad_input_is_one_clear_error(
     assert not list(Path().iterdir())
 
 
-def test_steps_that_are_too_many_for_the_name_of_a_file_are_steps() -> None:
+def test_steps_that_are_too_many_for_the_name_of_a_file_are_steps():
     code, output = run("C" * 5000, "--json")
     assert code == 0
     assert json.loads(output)[0]["steps"] == 5000
@@ -110,7 +113,7 @@ LOGS = {
 @pytest.mark.parametrize(("steps", "skipped"), LOGS.values(), ids=LOGS)
 def test_the_magnitudes_of_a_log_tell_which_steps_overflow(
     steps: list[tuple[Any, Any, bool]], skipped: int, tmp_path: Path
-) -> None:
+):
     path = tmp_path / "log.jsonl"
     path.write_text(
         "".join(
@@ -123,7 +126,7 @@ def test_the_magnitudes_of_a_log_tell_which_steps_overflow(
 
 @pytest.mark.parametrize("magnitude", ["", ', "magnitude": 0.0625'], ids=["", "with magnitudes"])
 @pytest.mark.parametrize("reason", ["spike", "refused"])
-def test_a_step_that_moves_no_scale_is_no_overflow(reason: str, magnitude: str, tmp_path: Path) -> None:
+def test_a_step_that_moves_no_scale_is_no_overflow(reason: str, magnitude: str, tmp_path: Path):
     path = tmp_path / "log.jsonl"
     clean, held, overflow = (
         f'{{"scale": 65536.0, "skipped": {skipped}, "reason": {why}{magnitude}}}\n'
@@ -137,7 +140,23 @@ def test_a_step_that_moves_no_scale_is_no_overflow(reason: str, magnitude: str, 
     assert (row["skipped"], row["final_scale"]) == (0, 2.0**17)
 
 
-def test_presets_are_rows_side_by_side() -> None:
+def test_the_counts_tell_a_spike_that_was_left_out_from_an_overflow(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    rule = gradscale.SkipSpikes(window=4)
+    scaler = gradscale.GradScaler(skip=rule, on_update=gradscale.callbacks.JSONLines(path))
+    optimizer = Tree()
+    for value in (1.0, 1.1, 0.9, 1.0, 1000.0, math.inf, 1.0):
+        optimizer.grads = [scaler.scale(np.float32([value]), loss=value)]
+        scaler.unscale_(optimizer)
+        if value < 1000.0:
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.counts() == {"taken": 5, "overflow": 1, "spike": 1, "refused": 0}
+    (row,) = json.loads(run(str(path), "--json")[1])
+    assert (row["steps"], row["skipped"], row["final_scale"]) == (6, 1, 2.0**15)
+
+
+def test_presets_are_rows_side_by_side():
     code, output = run("-p", "torch", "-p", "megatron:hysteresis=3", "COC")
     assert code == 0
     assert [line.split()[0] for line in output.splitlines() if "1 of 3 (33.3 %)" in line] == [
@@ -146,13 +165,13 @@ def test_presets_are_rows_side_by_side() -> None:
     ]
 
 
-def test_a_run_that_a_policy_ends_says_where() -> None:
+def test_a_run_that_a_policy_ends_says_where():
     code, output = run("-p", "apex:min_scale=65536", "-p", "fairseq:min_scale=65536", "COC")
     assert code == 0
     assert "1 of 2 (50 %), then an error in step 2" in output
 
 
-def test_a_dash_is_the_log_on_stdin() -> None:
+def test_a_dash_is_the_log_on_stdin():
     require("cli")
     rows = "".join(f'{{"skipped": {value}}}\n' for value in ("true", "false", "true"))
     command = [sys.executable, "-m", "gradscale", "simulate", "-", "--json"]

@@ -45,12 +45,12 @@ RANKS = QUICK | OTHERS | {"world[mpi]", "marked"}
         ("quick", True, QUICK | OTHERS),
     ],
 )
-def test_a_tier_takes_its_tests_and_those_before(tmp_path: Path, tier: str, is_pure: bool, expected: set[str]) -> None:
+def test_a_tier_takes_its_tests_and_those_before(tmp_path: Path, tier: str, is_pure: bool, expected: set[str]):
     output = collected(tmp_path, tier, is_pure)
     assert {line.partition("::test_")[2] for line in output.splitlines() if "::" in line} == expected
 
 
-def test_a_tier_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_tier_that_is_not_there_is_refused(tmp_path: Path):
     assert "there is no tier 'slow'; known are quick, ranks, all" in collected(tmp_path, "quick", False, "slow")
 
 

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import host_kernels
 import pytest
@@ -61,7 +60,7 @@ with Ranks() as world:
 
 
 @pytest.fixture(autouse=True)
-def libraries(request: pytest.FixtureRequest) -> None:
+def libraries(request: pytest.FixtureRequest):
     require("numpy")
     require("examples")
     require_program("c++")
@@ -81,7 +80,7 @@ def launch(folder: Path, size: int, *arguments: object, **machine: int) -> subpr
     return ran(*command, folder=folder, **(mpi_environment() | path))
 
 
-def recorded(folder: Path, size: int, name: str, *arguments: object, **machine: int) -> Any:
+def recorded(folder: Path, size: int, name: str, *arguments: object, **machine: int):
     """Return what came of each run of an example."""
     output = folder / "runs.png"  # a name that the option takes
     completed = launch(folder, size, "-c", RECORDED, name, *arguments, "--output", output, **machine)
@@ -103,7 +102,7 @@ def recorded(folder: Path, size: int, name: str, *arguments: object, **machine: 
 )
 def test_each_rank_in_turn_overflows_and_all_is_as_with_numpy(
     tmp_path: Path, size: int, over: list[str], machine: dict[str, int]
-) -> None:
+):
     for rank in range(size):
         arguments = ["--steps", STEPS, "--seed", 3, "--inject", f"{INJECTED}:{rank}"]
         found = recorded(tmp_path, size, "train_cupy", *arguments, *over, **machine)
@@ -115,7 +114,7 @@ def test_each_rank_in_turn_overflows_and_all_is_as_with_numpy(
 
 
 @pytest.mark.mpi
-def test_shards_of_unequal_lengths_go_over_nccl(tmp_path: Path) -> None:
+def test_shards_of_unequal_lengths_go_over_nccl(tmp_path: Path):
     # The 21450 weights are two short of four equal shards.
     arguments = ["--steps", 6, "--inject", "5:3"]
     found, numpy = (recorded(tmp_path, 4, name, *arguments, devices=4) for name in ("train_cupy", "train_digits"))
@@ -133,7 +132,7 @@ def test_shards_of_unequal_lengths_go_over_nccl(tmp_path: Path) -> None:
     ],
     ids=["no-nccl", "too-few-gpus"],
 )
-def test_what_is_missing_is_said_once_and_plainly(tmp_path: Path, size: int, machine: Any, message: str) -> None:
+def test_what_is_missing_is_said_once_and_plainly(tmp_path: Path, size: int, machine, message: str):
     completed = launch(tmp_path, size, PROGRAM, "--steps", 3, "--group", "nccl", **machine)
     assert completed.returncode == 1
     said = [line for line in completed.stderr.splitlines() if re.fullmatch(message, line)]
@@ -142,7 +141,7 @@ def test_what_is_missing_is_said_once_and_plainly(tmp_path: Path, size: int, mac
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_gpu_needs_neither_nccl_nor_mpi4py(tmp_path: Path) -> None:
+def test_one_gpu_needs_neither_nccl_nor_mpi4py(tmp_path: Path):
     without = "import sys\nsys.modules['mpi4py'] = None\nimport runpy\ndel sys.argv[0]\n"
     code = f"{without}runpy.run_path(sys.argv[0], run_name='__main__')"
     completed = launch(tmp_path, 1, "-c", code, PROGRAM, "--steps", 3, has_nccl=False)

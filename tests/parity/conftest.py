@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from axes import require
 
 
 @pytest.fixture
-def group() -> Iterator[None]:
+def group():
     """Make torch's default group of this process alone."""
     distributed = require("torch").distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -19,7 +18,7 @@ def group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def classes() -> dict[str, tuple[Any, Any]]:
+def classes():
     """Return our class and torch's, by name."""
     from axes_torch import GradScaler, ShardedGradScaler, TorchScaler
     from torch.distributed.fsdp import sharded_grad_scaler
@@ -31,6 +30,6 @@ def classes() -> dict[str, tuple[Any, Any]]:
 
 
 @pytest.fixture(params=["GradScaler", "ShardedGradScaler"])
-def pair(request: pytest.FixtureRequest, classes: dict[str, tuple[Any, Any]]) -> tuple[Any, Any]:
+def pair(request: pytest.FixtureRequest, classes: dict[str, tuple[Any, Any]]):
     """Return our class and torch's."""
     return classes[request.param]

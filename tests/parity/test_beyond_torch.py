@@ -24,7 +24,7 @@ explicit = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unsc
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
+def late(monkeypatch: pytest.MonkeyPatch):
     """Treat tensors of the host like those of a device, which make the host wait."""
     monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: True)
 
@@ -34,7 +34,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore::gradscale.TrainingStalledWarning")
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (16.0, 2.0**-20)], ids=str)
-def test_a_scale_that_falls_and_falls_and_reaches_zero_at_torchs_recovers(factors: tuple[float, float]) -> None:
+def test_a_scale_that_falls_and_falls_and_reaches_zero_at_torchs_recovers(factors: tuple[float, float]):
     run = Small(GradScaler("cpu", 2.0**10, *factors, growth_interval=1))
     for _ in range(300):
         run.iterate(math.inf)
@@ -47,7 +47,7 @@ def test_a_scale_that_falls_and_falls_and_reaches_zero_at_torchs_recovers(factor
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_a_run_longer_than_a_new_interval_never_grows_at_torchs_and_at_once_at_ours(kind: Any) -> None:
+def test_a_run_longer_than_a_new_interval_never_grows_at_torchs_and_at_once_at_ours(kind):
     run = Small(kind("cpu", 4.0, growth_interval=100))
     for _ in range(5):
         run.iterate(1.0)
@@ -65,7 +65,7 @@ def test_a_run_longer_than_a_new_interval_never_grows_at_torchs_and_at_once_at_o
 @pytest.mark.parametrize("scale", [2.0**-10, 0.001], ids=["power-of-two", "other"])
 def test_a_gradient_that_overflows_when_divided_and_ruins_the_weights_at_torchs_is_skipped(
     scale: float, name: str, variant: str, explicit: bool
-) -> None:
+):
     run = Small(GradScaler("cpu", scale), f"{name}-{variant}", start=1.0, lr=0.5)
     run.put(torch.tensor([1e37, 0.0]))
     run.step(explicit=explicit)
@@ -77,7 +77,7 @@ def test_a_gradient_that_overflows_when_divided_and_ruins_the_weights_at_torchs_
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [2.0**-10, 0.3])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ordinary_gradients_at_a_scale_below_one_are_stepped_with(variant: str, scale: float, dtype: str) -> None:
+def test_ordinary_gradients_at_a_scale_below_one_are_stepped_with(variant: str, scale: float, dtype: str):
     seen = []
     for make in BOTH:
         run = Small(
@@ -92,7 +92,7 @@ def test_ordinary_gradients_at_a_scale_below_one_are_stepped_with(variant: str, 
     assert_same(*seen)
 
 
-def test_the_scale_and_the_tracker_stay_the_same_tensors() -> None:
+def test_the_scale_and_the_tracker_stay_the_same_tensors():
     for make in BOTH:
         run = Small(make("cpu", growth_interval=2))
         scaler = run.scaler
@@ -110,7 +110,7 @@ def test_the_scale_and_the_tracker_stay_the_same_tensors() -> None:
 
 
 @pytest.mark.parametrize("new_scale", [0.0, -1.0, math.inf, math.nan, 1e-40])
-def test_scales_that_ruin_the_run_at_torchs_are_refused(new_scale: float) -> None:
+def test_scales_that_ruin_the_run_at_torchs_are_refused(new_scale: float):
     run = Small(GradScaler("cpu"))
     run.iterate(1.0)
     scaler = run.scaler
@@ -133,7 +133,7 @@ class Watching:
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, parameters: list[Any], raises: bool = False, spoils: bool = False) -> None:
+    def __init__(self, parameters: list[Any], raises: bool = False, spoils: bool = False):
         self.param_groups = [{"params": parameters}]
         self.seen: list[tuple[Any, Any]] = []
         self._raises = raises
@@ -157,7 +157,7 @@ class Watching:
 @explicit
 def test_a_fused_step_that_raises_leaves_no_attributes_behind(
     request: pytest.FixtureRequest, explicit: bool, preset: bool, is_late: bool
-) -> None:
+):
     if is_late:
         request.getfixturevalue("late")
     run = Small(GradScaler("cpu"), lambda parameters: Watching(parameters, raises=True))
@@ -169,8 +169,8 @@ def test_a_fused_step_that_raises_leaves_no_attributes_behind(
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
-def test_ctrl_c_anywhere_in_a_step_leaves_a_scaler_and_an_optimizer_that_can_be_called(optimizer: str) -> None:
-    def begin() -> tuple[Small, Any]:
+def test_ctrl_c_anywhere_in_a_step_leaves_a_scaler_and_an_optimizer_that_can_be_called(optimizer: str):
+    def begin():
         run = Small(GradScaler("cpu", init_scale=4.0), optimizer)
         run.give(1.0)
         return run, lambda: run.scaler.step(run.optimizer)
@@ -187,11 +187,11 @@ def test_ctrl_c_anywhere_in_a_step_leaves_a_scaler_and_an_optimizer_that_can_be_
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
 def test_ctrl_c_anywhere_in_an_update_that_is_made_again_moves_the_scale_once(
     request: pytest.FixtureRequest, options: dict[str, Any], gradient: float, optimizer: str
-) -> None:
+):
     if "fused" in optimizer:
         request.getfixturevalue("late")
 
-    def begin() -> tuple[Small, Any]:
+    def begin():
         policy = gradscale.DynamicScale(init_scale=4.0, growth_interval=1, **options)
         run = Small(GradScaler("cpu", policy=policy), optimizer)
         run.iterate(math.inf)
@@ -213,7 +213,7 @@ def test_ctrl_c_anywhere_in_an_update_that_is_made_again_moves_the_scale_once(
 @explicit
 @pytest.mark.parametrize("gradient", [1.0, math.inf], ids=["finite", "inf"])
 @pytest.mark.parametrize("scale", [5.0, 0.3])
-def test_fused_optimizers_are_given_what_torch_gives_them(scale: float, gradient: float, explicit: bool) -> None:
+def test_fused_optimizers_are_given_what_torch_gives_them(scale: float, gradient: float, explicit: bool):
     seen = []
     for make in BOTH:
         run = Small(make("cpu", scale), Watching)
@@ -226,7 +226,7 @@ def test_fused_optimizers_are_given_what_torch_gives_them(scale: float, gradient
     assert_same(*seen)
 
 
-def test_a_fused_optimizer_cannot_change_the_scale_or_the_verdict_through_what_it_is_given() -> None:
+def test_a_fused_optimizer_cannot_change_the_scale_or_the_verdict_through_what_it_is_given():
     for make in BOTH:
         run = Small(
             make("cpu", init_scale=16.0, growth_interval=1), lambda parameters: Watching(parameters, spoils=True)
@@ -235,7 +235,7 @@ def test_a_fused_optimizer_cannot_change_the_scale_or_the_verdict_through_what_i
         assert run.scaler.get_scale() == 32.0, make
 
 
-def test_what_several_devices_have_found_is_exactly_one() -> None:
+def test_what_several_devices_have_found_is_exactly_one():
     # At torch's it is their sum, and fused kernels skip at exactly 1.
     run = Small(GradScaler("cpu"), "SGD-fused", start=1.0)
     run.give(torch.tensor([math.inf, 1.0]))
@@ -247,7 +247,7 @@ def test_what_several_devices_have_found_is_exactly_one() -> None:
 
 
 @pytest.mark.parametrize("gradients", [2, 3], ids=["2-dtypes", "3-dtypes"])
-def test_several_dtypes_that_overflow_make_one_verdict_of_exactly_one(gradients: int) -> None:
+def test_several_dtypes_that_overflow_make_one_verdict_of_exactly_one(gradients: int):
     run = Small(GradScaler("cpu"), Watching, dtypes=["float32", "float64", "bfloat16"][:gradients])
     run.iterate(math.inf)
     [(_, found)] = run.optimizer.seen
@@ -259,7 +259,7 @@ def test_several_dtypes_that_overflow_make_one_verdict_of_exactly_one(gradients:
 @pytest.mark.parametrize("settings", [{}, {"dampening": 0.5}, {"nesterov": True}], ids=str)
 def test_after_a_first_fused_step_that_was_skipped_the_next_one_is_the_first(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], late: bool
-) -> None:
+):
     # Torch allocates the momentum before the kernel that skips, and then takes it for filled; here it is all NaN.
     monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: late)
     seen = []
@@ -278,13 +278,13 @@ def test_after_a_first_fused_step_that_was_skipped_the_next_one_is_the_first(
 # Fused optimizers whose verdict the host reads later, as on a device.
 
 
-def fused(scaler: Any) -> Small:
+def fused(scaler) -> Small:
     """Return a run with a fused optimizer."""
     return Small(scaler, "SGD-fused", start=1.0, lr=0.5)
 
 
 @pytest.mark.usefixtures("late")
-def test_a_policy_that_raises_at_its_minimum_is_read_at_once() -> None:
+def test_a_policy_that_raises_at_its_minimum_is_read_at_once():
     run = fused(GradScaler("cpu", policy=gradscale.DynamicScale(init_scale=2.0, min_scale=2.0, at_min="raise")))
     with pytest.raises(gradscale.ScaleUnderflowError, match=r"minimum, 2\.0"):
         run.iterate(math.nan)
@@ -294,8 +294,8 @@ def test_a_policy_that_raises_at_its_minimum_is_read_at_once() -> None:
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_-then-step"])
 @pytest.mark.parametrize("bad_rank", [0, 1, 2])
-def test_all_ranks_skip_by_themselves(bad_rank: int, explicit: bool) -> None:
-    def rank(group: ThreadCollectives) -> Any:
+def test_all_ranks_skip_by_themselves(bad_rank: int, explicit: bool):
+    def rank(group: ThreadCollectives):
         run = fused(ShardedGradScaler("cpu", init_scale=4.0, growth_interval=1, group=group))
         run.iterate(math.inf if group.rank == bad_rank else 1.0, explicit=explicit)
         report = run.report
@@ -310,8 +310,8 @@ def test_all_ranks_skip_by_themselves(bad_rank: int, explicit: bool) -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_ranks_that_differ_do_not_step_and_are_told_at_the_next_call() -> None:
-    def rank(group: ThreadCollectives) -> Any:
+def test_ranks_that_differ_do_not_step_and_are_told_at_the_next_call():
+    def rank(group: ThreadCollectives):
         run = fused(ShardedGradScaler("cpu", init_scale=4.0 if group.rank == 0 else 8.0, group=group))
         with pytest.raises(gradscale.ScaleDesyncError, match=r"scale from 4\.0 to 8\.0"):
             run.iterate(1.0)
@@ -321,7 +321,7 @@ def test_ranks_that_differ_do_not_step_and_are_told_at_the_next_call() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_an_update_is_reported_if_somebody_wants_it_after_the_step() -> None:
+def test_an_update_is_reported_if_somebody_wants_it_after_the_step():
     run = fused(GradScaler("cpu"))
     updates: list[Any] = []
     run.give(math.inf)
@@ -344,7 +344,7 @@ OPTIMIZERS: dict[str, tuple[Any, int]] = {
 }
 
 
-def begun(scaler: Any, optimizer: Any) -> Small:
+def begun(scaler, optimizer) -> Small:
     """Return a run that begins where the valley of Rosenbrock's function is to be followed."""
     run = Small(scaler, optimizer, lr=0.01)
     run.parameter.data = torch.tensor([-1.0, 1.5])
@@ -355,7 +355,7 @@ def minimised(run: Small, keyword: bool, iterations: int, spoil_at: float = math
     """Minimise, with gradients that overflow at a scale from ``spoil_at`` on; return the losses."""
     losses = []
 
-    def closure() -> Any:
+    def closure():
         run.optimizer.zero_grad()
         x, y = run.parameter
         loss = (1 - x) ** 2 + 10 * (y - x * x) ** 2
@@ -374,7 +374,7 @@ def minimised(run: Small, keyword: bool, iterations: int, spoil_at: float = math
 
 @pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(name: str, keyword: bool) -> None:
+def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(name: str, keyword: bool):
     make_optimizer, iterations = OPTIMIZERS[name]
     refused = (RuntimeError, "Closure use is not") if keyword else (AssertionError, "_scale is None")
     with pytest.raises(refused[0], match=refused[1]):
@@ -394,7 +394,7 @@ def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(nam
 
 
 @pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
-def test_a_scaler_without_a_group_goes_on_in_a_second_world(kind: Any) -> None:
+def test_a_scaler_without_a_group_goes_on_in_a_second_world(kind):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 

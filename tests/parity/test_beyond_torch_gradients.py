@@ -22,7 +22,7 @@ pytestmark = [
 explicit = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-step"])
 
 
-def pair(**options: Any) -> list[Small]:
+def pair(**options) -> list[Small]:
     """Return a run with torch's scaler and one with ours, of scale 4."""
     return [Small(make("cpu", init_scale=4.0), **options) for make in (TorchScaler, GradScaler)]
 
@@ -33,7 +33,7 @@ def pair(**options: Any) -> list[Small]:
 @explicit
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 @pytest.mark.parametrize("bad", [None, complex(math.inf, 1), complex(1, math.nan)], ids=["finite", "real", "imaginary"])
-def test_complex_gradients_which_torch_refuses_are_unscaled(dtype: str, bad: complex | None, explicit: bool) -> None:
+def test_complex_gradients_which_torch_refuses_are_unscaled(dtype: str, bad: complex | None, explicit: bool):
     _, run = pair(dtypes=[dtype])
     run.put(torch.tensor([4 + 8j, -12j if bad is None else bad], dtype=run.parameter.dtype))
     run.step(explicit=explicit)
@@ -47,7 +47,7 @@ def test_complex_gradients_which_torch_refuses_are_unscaled(dtype: str, bad: com
 
 
 @explicit
-def test_float16_gradients_are_refused_as_by_torch_and_taken_by_choice(explicit: bool) -> None:
+def test_float16_gradients_are_refused_as_by_torch_and_taken_by_choice(explicit: bool):
     dtypes = ["float32", "float16"]
     for run in pair(dtypes=dtypes):
         run.put(12.0)
@@ -61,7 +61,7 @@ def test_float16_gradients_are_refused_as_by_torch_and_taken_by_choice(explicit:
         call(run.optimizer)
 
 
-def test_integer_gradients_are_refused_before_anything_is_unscaled() -> None:
+def test_integer_gradients_are_refused_before_anything_is_unscaled():
     _, run = pair()
     run.put(8.0)
     integers = torch.zeros(2, dtype=torch.int32)
@@ -73,7 +73,7 @@ def test_integer_gradients_are_refused_before_anything_is_unscaled() -> None:
 
 
 @pytest.mark.parametrize("is_recording", [True, False], ids=["recording", "not recording"])
-def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording: bool) -> None:
+def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording: bool):
     _, run = pair()
     weight = run.parameter
     # As after backward(create_graph=True).
@@ -92,9 +92,7 @@ def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording:
 
 @explicit
 @pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
-def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_decides(
-    variant: str, explicit: bool
-) -> None:
+def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_decides(variant: str, explicit: bool):
     # torch's steps a fused one.
     scaler = GradScaler("cpu", init_scale=4.0)
     empty, full = (Small(scaler, variant, size=1) for _ in range(2))
@@ -113,7 +111,7 @@ def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_deci
 
 @explicit
 @pytest.mark.parametrize("shared", ["parameter", "gradient"])
-def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(shared: str, explicit: bool) -> None:
+def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(shared: str, explicit: bool):
     for run, expected in zip(pair(count=2), (1.0, 4.0), strict=True):
         run.put(*[torch.full((2,), 16.0)] * 2)
         if shared == "gradient":
@@ -124,7 +122,7 @@ def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(s
         assert run.parameter.grad.tolist() == [expected] * 2
 
 
-def test_a_gradient_that_two_parameters_come_to_share_is_unscaled_once() -> None:
+def test_a_gradient_that_two_parameters_come_to_share_is_unscaled_once():
     _, run = pair(count=2)
     for is_shared in (False, True):
         run.put(16.0)
@@ -134,7 +132,7 @@ def test_a_gradient_that_two_parameters_come_to_share_is_unscaled_once() -> None
         assert [parameter.grad.tolist() for parameter in run.parameters] == [[4.0] * 2] * 2
 
 
-def test_parameters_that_are_added_and_removed_between_iterations_are_noticed() -> None:
+def test_parameters_that_are_added_and_removed_between_iterations_are_noticed():
     _, run = pair(count=3, size=1)
     parameters, (group,) = run.parameters, run.optimizer.param_groups
     del group["params"][1:]
@@ -156,16 +154,16 @@ def test_parameters_that_are_added_and_removed_between_iterations_are_noticed() 
 class Holding:
     """An optimizer with whatever it is given as ``param_groups``."""
 
-    def __init__(self, param_groups: Any) -> None:
+    def __init__(self, param_groups):
         self.param_groups = param_groups
 
-    def step(self) -> None:
+    def step(self):
         """Do nothing."""
 
 
 @pytest.mark.parametrize("bad", ["weights", 3, None, ("name", 1.0)], ids=["text", "int", "none", "named"])
 @pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_a_parameter_that_is_no_tensor_is_an_assertion_at_torchs_and_named_at_ours(bad: Any, call: str) -> None:
+def test_a_parameter_that_is_no_tensor_is_an_assertion_at_torchs_and_named_at_ours(bad, call: str):
     for run, error in zip(pair(), (AssertionError, InvalidTypeError), strict=True):
         run.put(1.0)
         # torch 2.6 says nothing.
@@ -178,7 +176,7 @@ def test_a_parameter_that_is_no_tensor_is_an_assertion_at_torchs_and_named_at_ou
 
 
 @pytest.mark.parametrize("wrong", [*map(Holding, [None, 3, [3], [{}], [{"params": 3}]]), object()])
-def test_what_has_no_parameters_is_an_error_that_says_so(wrong: Any) -> None:
+def test_what_has_no_parameters_is_an_error_that_says_so(wrong):
     _, run = pair()
     run.put(1.0)
     with pytest.raises(InvalidTypeError, match="param_groups"):
@@ -188,7 +186,7 @@ def test_what_has_no_parameters_is_an_error_that_says_so(wrong: Any) -> None:
 # Layouts.
 
 
-def run_with(make: Any, gradient: Any, scale: float = 4.0, optimizer: Any = "SGD", **options: Any) -> Small:
+def run_with(make, gradient, scale: float = 4.0, optimizer="SGD", **options) -> Small:
     """Return a run of a parameter like this gradient, which is its scaled one, at some scale."""
     run = Small(make("cpu", init_scale=scale, **options), optimizer, dtypes=[str(gradient.dtype).partition(".")[2]])
     run.parameter.data = torch.zeros(gradient.shape, dtype=gradient.dtype)
@@ -196,13 +194,13 @@ def run_with(make: Any, gradient: Any, scale: float = 4.0, optimizer: Any = "SGD
     return run
 
 
-def strided(dense: Any) -> Any:
+def strided(dense):
     room = torch.full((2 * dense.shape[0], 3 * dense.shape[1]), 7.0)
     room[::2, 1::3] = dense
     return room[::2, 1::3]
 
 
-def twice(dense: Any) -> Any:
+def twice(dense):
     parts = [(0.25 * dense).to_sparse(), (0.75 * dense).to_sparse()]
     indices, values = (torch.cat([getattr(part, name)() for part in parts], -1) for name in ("indices", "values"))
     return torch.sparse_coo_tensor(indices, values, dense.shape)
@@ -227,7 +225,7 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("scale", [4.0, 3.0])
-def test_gradients_of_every_layout_are_unscaled_as_by_torch(name: str, bad: float | None, scale: float) -> None:
+def test_gradients_of_every_layout_are_unscaled_as_by_torch(name: str, bad: float | None, scale: float):
     seen = []
     for make in (TorchScaler, GradScaler):
         dense = torch.arange(1.0, 13.0).reshape(4, 3)
@@ -246,7 +244,7 @@ def test_gradients_of_every_layout_are_unscaled_as_by_torch(name: str, bad: floa
 
 @pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "inf"])
-def test_compressed_gradients_which_torch_refuses_are_unscaled(layout: str, bad: bool) -> None:
+def test_compressed_gradients_which_torch_refuses_are_unscaled(layout: str, bad: bool):
     compressed = getattr(torch.eye(4).mul(4.0), f"to_sparse_{layout}")(*[(2, 2)] * layout.startswith("bs"))
     parameter = torch.nn.Parameter(compressed.clone())
     if bad:
@@ -262,13 +260,13 @@ def test_compressed_gradients_which_torch_refuses_are_unscaled(layout: str, bad:
     assert run.report.skipped is bad
 
 
-def duplicates(value: float, dtype: Any = torch.float32) -> Any:
+def duplicates(value: float, dtype=torch.float32):
     """Return a sparse gradient that has a value twice at one place."""
     return torch.sparse_coo_tensor([[1, 1, 2]], torch.tensor([value, value, 4.0], dtype=dtype), (4,))
 
 
 @explicit
-def test_float32_duplicates_are_judged_by_their_sum(explicit: bool) -> None:
+def test_float32_duplicates_are_judged_by_their_sum(explicit: bool):
     run = run_with(GradScaler, duplicates(3e38), 1.0)
     run.step(explicit=explicit)
     assert (run.held, run.scaler.get_scale(), run.report.nonfinite) == ([[0.0] * 4], 0.5, 1)
@@ -279,14 +277,14 @@ def test_float32_duplicates_are_judged_by_their_sum(explicit: bool) -> None:
 
 
 @pytest.mark.parametrize(("value", "weights"), [(60000.0, [0.0] * 4), (20000.0, [0.0, -10000.0, -1.0, 0.0])])
-def test_float16_duplicates_are_added_before_they_are_judged(value: float, weights: list[float]) -> None:
+def test_float16_duplicates_are_added_before_they_are_judged(value: float, weights: list[float]):
     run = run_with(GradScaler, duplicates(value, torch.float16), allow_fp16_grads=True)
     run.step(explicit=True)
     assert run.parameter.grad.is_coalesced()
     assert (run.held, run.report.skipped) == ([weights], not any(weights))
 
 
-def test_gradients_that_overlap_themselves_are_refused() -> None:
+def test_gradients_that_overlap_themselves_are_refused():
     run = run_with(GradScaler, torch.full((4,), 16.0).as_strided((3, 2), (1, 1)))
     with pytest.raises(InvalidValueError, match="overlaps itself"):
         run.scaler.unscale_(run.optimizer)
@@ -295,7 +293,7 @@ def test_gradients_that_overlap_themselves_are_refused() -> None:
     assert run.parameter.eq(0).all()
 
 
-def test_after_gradients_that_were_unscaled_in_part_no_step_is_made() -> None:
+def test_after_gradients_that_were_unscaled_in_part_no_step_is_made():
     run = Small(GradScaler("cpu", init_scale=4.0), dtypes=["float64", "float32"])
     # Gradients are looked at thoroughly when they are met first, before any is unscaled.
     run.put(0.0, None)
@@ -315,8 +313,8 @@ def test_after_gradients_that_were_unscaled_in_part_no_step_is_made() -> None:
 
 
 @explicit
-def test_ctrl_c_in_a_look_at_gradients_changes_nothing(explicit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> None:
+def test_ctrl_c_in_a_look_at_gradients_changes_nothing(explicit: bool, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     run = Small(GradScaler("cpu"))

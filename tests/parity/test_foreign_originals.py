@@ -35,7 +35,7 @@ SEQUENCES: dict[str, str] = TRACES["sequences"]
 class Jmp:
     """jmp.DynamicLossScale, by factors of 4."""
 
-    def __init__(self, scale: float, interval: int) -> None:
+    def __init__(self, scale: float, interval: int):
         self.jnp = require("jax").numpy
         zero, least = self.jnp.zeros((), self.jnp.int32), self.jnp.float32(0.125)
         self.original = require("jmp").DynamicLossScale(self.jnp.float32(scale), zero, interval, 4, least)
@@ -44,14 +44,14 @@ class Jmp:
         self.original = self.original.adjust(self.jnp.asarray(not overflows))
         return float(self.original.loss_scale)
 
-    def saved(self, _: str) -> Any:
+    def saved(self, _: str):
         return vars(self.original)
 
 
 class Flax:
     """flax.training.dynamic_scale.DynamicScale."""
 
-    def __init__(self, scale: float, interval: int) -> None:
+    def __init__(self, scale: float, interval: int):
         require("flax")
         from flax.training.dynamic_scale import DynamicScale as FlaxScale
 
@@ -63,7 +63,7 @@ class Flax:
         self.original = self.original.value_and_grad(lambda weight: error * weight)(self.jnp.float32(1.0)).dynamic_scale
         return float(self.original.scale)
 
-    def saved(self, road: str) -> Any:
+    def saved(self, road: str):
         from flax import serialization
 
         if road == "fields":
@@ -75,7 +75,7 @@ class Flax:
 class Keras:
     """Keras' LossScaleOptimizer, on whichever of its backends is in use."""
 
-    def __init__(self, scale: float, interval: int) -> None:
+    def __init__(self, scale: float, interval: int):
         self.keras = require("keras")
         self.variable = self.keras.Variable(np.ones(1, np.float32))
         optimizers = self.keras.optimizers
@@ -92,7 +92,7 @@ class Keras:
             variable.assign(new)
         return float(self.optimizer.dynamic_scale)
 
-    def saved(self, road: str) -> Any:
+    def saved(self, road: str):
         if road == "variables":
             return {variable.name: variable for variable in self.optimizer.variables}
         numbered: dict[str, Any] = {}
@@ -107,7 +107,7 @@ class Keras:
         return file
 
 
-def run(original: Any, steps: str) -> list[float]:
+def run(original, steps: str) -> list[float]:
     """Return the scale after each step."""
     return [original.step(step == "O") for step in steps]
 
@@ -140,8 +140,8 @@ ORIGINALS = [
     scale=st.integers(-3, 20).map(lambda power: 2.0**power),
 )
 def test_a_run_that_the_original_began_goes_on_as_there(
-    kind: Any, road: str, missing: set[str], steps: str, cut: float, interval: int, scale: float
-) -> None:
+    kind, road: str, missing: set[str], steps: str, cut: float, interval: int, scale: float
+):
     at = round(cut * len(steps))
     original = kind(scale, interval)
     run(original, steps[:at])
@@ -193,7 +193,7 @@ def loaded_at(name: str, scales: list[float], before: str) -> ForeignState:
     return load_foreign_state(counted, format=name.partition(".")[0])
 
 
-def ours(loaded: ForeignState, steps: str) -> list[Any]:
+def ours(loaded: ForeignState, steps: str):
     """Return the scale after each step of a scaler that goes on from a saved state."""
     with opened("numpy") as library:
         scaler, optimizer = GradScaler(), Tree()
@@ -211,7 +211,7 @@ def ours(loaded: ForeignState, steps: str) -> list[Any]:
 @pytest.mark.tier("ranks")
 @pytest.mark.numpy
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_recorded_run_goes_on_from_wherever_it_is_cut(name: str) -> None:
+def test_a_recorded_run_goes_on_from_wherever_it_is_cut(name: str):
     for sequence, steps in SEQUENCES.items():
         scales = ["raised" if isinstance(scale, dict) else scale for scale in RECORDED[name][sequence]]
         stride = len(steps) // examples(len(steps))
@@ -221,7 +221,7 @@ def test_a_recorded_run_goes_on_from_wherever_it_is_cut(name: str) -> None:
                 assert ours(loaded, steps[cut:]) == scales[cut:], (sequence, cut)
 
 
-def test_a_tracker_that_is_off_by_one_is_told_apart() -> None:
+def test_a_tracker_that_is_off_by_one_is_told_apart():
     loaded = loaded_at("megatron.DynamicGradScaler(h=2)", [256.0], "")
     for key in ("_growth_tracker", "_overflow_tracker"):
         wrong = ForeignState("megatron", loaded.policy, loaded.state_dict | {key: 1}, (), {})

@@ -26,41 +26,41 @@ WEIGHTS = np.asarray([4.0, -8.0, 0.75], np.float32)
 DATA = np.asarray([[1.0, 2.0, 3.0], [0.3, 0.2, 0.1]], np.float32)
 
 
-def linear(error: Any, weight: Any) -> Any:
+def linear(error, weight):
     """Return a loss whose gradient is ``error``."""
     return error * weight
 
 
-def squares(error: Any, weights: Any) -> Any:
+def squares(error, weights):
     """Return the mean of squares of a linear model, times ``error``."""
     return error * ((DATA @ weights) ** 2).mean()
 
 
-def our_step(policy: DynamicScale, loss: Callable[..., Any], at: Any) -> Step:
+def our_step(policy: DynamicScale, loss: Callable[..., Any], at) -> Step:
     """Return gradscale_jax.value_and_grad as a step."""
 
-    def step(state: Any, error: Any) -> tuple[Any, Any, Any, Any]:
+    def step(state, error):
         scaled = gradscale_jax.value_and_grad(loss, policy, argnums=1)(state, error, at)
         return scaled.state, scaled.value, scaled.grads, scaled.verdict.finite
 
     return step
 
 
-def flax_step(loss: Callable[..., Any], at: Any) -> Step:
+def flax_step(loss: Callable[..., Any], at) -> Step:
     """Return flax's own value_and_grad as a step."""
 
-    def step(state: Any, error: Any) -> tuple[Any, Any, Any, Any]:
+    def step(state, error):
         result = state.value_and_grad(partial(loss, error))(at)
         return result.dynamic_scale, result.aux, result.grad, result.finite
 
     return step
 
 
-def jmp_step(loss: Callable[..., Any], at: Any) -> Step:
+def jmp_step(loss: Callable[..., Any], at) -> Step:
     """Return jmp's functions put together as its documentation has it."""
     jmp = require("jmp")
 
-    def step(state: Any, error: Any) -> tuple[Any, Any, Any, Any]:
+    def step(state, error):
         value, gradient = jax.value_and_grad(lambda weight: state.scale(loss(error, weight)))(at)
         gradient = state.unscale(gradient)
         finite = jmp.all_finite(gradient)
@@ -69,12 +69,12 @@ def jmp_step(loss: Callable[..., Any], at: Any) -> Step:
     return step
 
 
-def scale_of(state: Any) -> float:
+def scale_of(state) -> float:
     """Return any system's scale; every float32 is a float."""
     return float(state.loss_scale if hasattr(state, "loss_scale") else state.scale)
 
 
-def assert_same_runs(mine: tuple[Step, Any], theirs: tuple[Step, Any], errors: list[float]) -> None:
+def assert_same_runs(mine: tuple[Step, Any], theirs: tuple[Step, Any], errors: list[float]):
     """Take a step for every error, and hold scale, loss, gradient and verdict against the peer's after each."""
     (our, state), (their, their_state) = mine, theirs
     for index, error in enumerate(errors):
@@ -89,11 +89,11 @@ def assert_same_runs(mine: tuple[Step, Any], theirs: tuple[Step, Any], errors: l
                     assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"value or gradient of step {index}"
 
 
-def first(policy: DynamicScale) -> Any:
+def first(policy: DynamicScale):
     return policy.init(jnp.zeros(()))
 
 
-def beside(peer: str, loss: Callable[..., Any], at: Any, **settings: Any) -> tuple[tuple[Step, Any], tuple[Step, Any]]:
+def beside(peer: str, loss: Callable[..., Any], at, **settings):
     """Return our step and the peer's, each with its first state, of the same settings."""
     policy = DynamicScale(growth_after="interval" if peer == "jmp" else "interval_plus_one", **settings)
     scale, least = jnp.float32(policy.init_scale), policy.min_scale
@@ -128,7 +128,7 @@ peers = pytest.mark.parametrize("peer", ["jmp", "flax"])
 )
 def test_it_follows_the_peer_step_by_step(
     peer: str, errors: list[float], interval: int, growth: float, backoff: float, scales: tuple[float, float]
-) -> None:
+):
     smallest, scale = sorted(scales)
     given = {"init_scale": scale, "min_scale": smallest, "growth_interval": interval, "growth_factor": growth}
     # jmp has one factor for both directions.
@@ -138,7 +138,7 @@ def test_it_follows_the_peer_step_by_step(
 
 @peers
 @pytest.mark.parametrize("power", [8, 110], ids=["injected", "scale-too-large"])
-def test_a_compiled_run_has_the_peers_losses_and_gradients(peer: str, power: int) -> None:
+def test_a_compiled_run_has_the_peers_losses_and_gradients(peer: str, power: int):
     errors = np.random.default_rng(0).choice([1.0, 1.0, 1.0, 1.0, math.inf, math.nan], 120)
     # Beyond 2**120 these gradients overflow of themselves, and the scale never comes to float32's end.
     given: dict[str, Any] = {"init_scale": 2.0**power, "growth_interval": 1 if power > 8 else 3, "min_scale": 1.0}
@@ -151,7 +151,7 @@ def test_a_compiled_run_has_the_peers_losses_and_gradients(peer: str, power: int
     [{"growth_interval": 4}, {"backoff_factor": 0.25}, {"growth_factor": 4.0}, {"min_scale": 128.0}],
     ids=lambda wrong: "-".join(wrong),
 )
-def test_a_run_with_a_wrong_setting_is_found(wrong: dict[str, float]) -> None:
+def test_a_run_with_a_wrong_setting_is_found(wrong: dict[str, float]):
     right: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 3, "min_scale": 2.0**-126}
     _, theirs = beside("flax", linear, jnp.ones(()), **right)
     mine, _ = beside("flax", linear, jnp.ones(()), **(right | wrong))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ def windows(values: NDArray[np.float32], size: int) -> NDArray[np.float64]:
     return sliding_window_view(padded, size)
 
 
-def statistics(values: NDArray[np.float32], size: int) -> tuple[Any, Any, Any]:
+def statistics(values: NDArray[np.float32], size: int):
     """Return how many values there are before each one, their means and their unbiased deviations."""
     counts = np.minimum(np.arange(len(values)), size)
     before = windows(values, size)
@@ -73,11 +72,11 @@ def maxtext(values: NDArray[np.float32], size: int = 128, deviations: float = 6.
     return is_active & ~taken, is_active & ~np.isfinite(means)
 
 
-def ours_in_jax(rule: Any, values: NDArray[np.float32]) -> Bools:
+def ours_in_jax(rule, values: NDArray[np.float32]) -> Bools:
     """Return which steps a rule skips for a loss or a norm, the two columns, compiled as one loop."""
     import jax
 
-    def step(states: Any, row: Any) -> Any:
+    def step(states, row):
         spike = rule.judge(states, row).any()
         return rule.learn(states, row, skipped=jax.numpy.broadcast_to(spike, row.shape)), spike
 
@@ -85,7 +84,7 @@ def ours_in_jax(rule: Any, values: NDArray[np.float32]) -> Bools:
     return np.asarray(jax.lax.scan(step, first, jax.numpy.asarray(values))[1])
 
 
-def ours_in(library: str, rule: Any, values: NDArray[np.float32]) -> Bools:
+def ours_in(library: str, rule, values: NDArray[np.float32]) -> Bools:
     """Return which steps a rule skips for a loss or a norm, the two columns, step by step."""
     with opened(library) as arrays:
         states, found = [rule.init(arrays.asarray(0.0))] * 2, np.zeros(len(values), bool)
@@ -115,7 +114,7 @@ ORIGINALS: dict[str, tuple[SkipSpikes, Original]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_a_preset_decides_as_its_original_but_for_the_originals_faults(name: str, seed: int, way: str) -> None:
+def test_a_preset_decides_as_its_original_but_for_the_originals_faults(name: str, seed: int, way: str):
     rule, original = ORIGINALS[name]
     values = np.stack([trace(seed), trace(seed + 100)], axis=1)
     theirs, faults = (np.any(found, axis=0) for found in zip(*map(original, values.T), strict=True))

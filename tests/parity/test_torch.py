@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from axes_torch import TorchScaler, torch
+from axes_torch import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from libraries import Library, opened
-from optimizers import Tree
 from runs import start
 
 import gradscale
-from gradscale import DynamicScale, GradScaler
+from gradscale import DynamicScale
 
 pytestmark = [
     pytest.mark.torch,
@@ -45,7 +43,7 @@ def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
 @example(scale=2.0**127, interval=2, behind=1, growth=2.0 - 2.0**-24, backoff=0.5, found=0)
 def test_update_is_torchs(
     arrays: Library, scale: float, interval: int, behind: int, growth: float, backoff: float, found: int
-) -> None:
+):
     policy = DynamicScale(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
     tracker = max(interval - behind, 0)
     new_scale, new_tracker = torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)
@@ -63,7 +61,7 @@ def test_update_is_torchs(
 PATTERNS: dict[str, Any] = {"float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 
 
-def torch_unscale(grads: list[Any], scale: float) -> tuple[list[Any], bool]:
+def torch_unscale(grads: list[Any], scale: float):
     """Return torch's gradients and verdict, given NumPy's."""
     tensors = [torch.from_numpy(grad.copy()) for grad in grads]
     inverse = torch.tensor(scale).double().reciprocal().float()
@@ -72,7 +70,7 @@ def torch_unscale(grads: list[Any], scale: float) -> tuple[list[Any], bool]:
     return [tensor.numpy() for tensor in tensors], bool(found.item())
 
 
-def check_unscale(arrays: Library, grads: list[Any], scale: float) -> None:
+def check_unscale(arrays: Library, grads: list[Any], scale: float):
     """Compare bits and verdict."""
     names = [grad.dtype.name for grad in grads]
     theirs, their_verdict = torch_unscale(grads, scale)
@@ -92,7 +90,7 @@ def check_unscale(arrays: Library, grads: list[Any], scale: float) -> None:
     data=st.data(),
     scale=st.one_of(st.sampled_from([2.0**16, 1.0, 2.0**-4, 3.0]), st.floats(SMALLEST, LARGEST, width=32)),
 )
-def test_unscale_is_torchs_whatever_the_dtypes_and_the_bits(arrays: Library, data: Any, scale: float) -> None:
+def test_unscale_is_torchs_whatever_the_dtypes_and_the_bits(arrays: Library, data, scale: float):
     grads = []
     for dtype in data.draw(st.lists(st.sampled_from(list(PATTERNS)), max_size=3)):
         unsigned = PATTERNS[dtype]
@@ -101,7 +99,7 @@ def test_unscale_is_torchs_whatever_the_dtypes_and_the_bits(arrays: Library, dat
     check_unscale(arrays, grads, scale)
 
 
-def test_unscale_of_bfloat16_is_torchs() -> None:
+def test_unscale_of_bfloat16_is_torchs():
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for scale in (65536.0, 3.0, 2.0**-10):
         theirs = patterns.clone().view(torch.bfloat16)
@@ -112,44 +110,3 @@ def test_unscale_of_bfloat16_is_torchs() -> None:
         both_nan = torch.isnan(ours) & torch.isnan(theirs)
         assert bool((both_nan | (ours.view(torch.int16) == theirs.view(torch.int16))).all())
         assert (found.item(), nonfinite.item()) == (1.0, 1)
-
-
-# Whole runs.
-
-
-@given(
-    sequence=st.lists(st.sampled_from(["clean", "clean", "clean", "inf", "nan", "skip", "unscaled"]), max_size=40),
-    interval=st.integers(1, 5),
-    factors=st.sampled_from([(2.0, 0.5), (1.7, 0.3), (4.0, 0.25)]),
-)
-def test_a_whole_run_is_torchs(
-    arrays: Library, sequence: list[str], interval: int, factors: tuple[float, float]
-) -> None:
-    settings = {"growth_factor": factors[0], "backoff_factor": factors[1], "growth_interval": interval}
-    theirs, ours = TorchScaler("cpu", **settings), GradScaler(**settings)  # type: ignore[arg-type]
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    optimizer, recording = torch.optim.SGD([parameter], lr=1.0), Tree()
-    moved = 0
-    for event in sequence:
-        factor = theirs.scale(torch.tensor(1.0)).item()
-        assert arrays.item(ours.scale(arrays.asarray(1.0))) == factor
-        gradient = {"inf": math.inf, "nan": math.nan}.get(event, 0.5) * factor
-        parameter.grad = torch.tensor([1.0, gradient])
-        recording.grads = [arrays.asarray([1.0, gradient])]
-        theirs.unscale_(optimizer)
-        if event in ("skip", "unscaled"):
-            ours.unscale_(recording)
-        before = parameter.detach().clone()
-        if event != "skip":
-            theirs.step(optimizer)
-            ours.step(recording)
-            stepped = not torch.equal(parameter.detach(), before)
-            moved += stepped
-            assert ours.last_step(recording).skipped is (not stepped)
-            assert ours.last_step(recording).scale == factor
-        arrays.assert_array(recording.grads[0], parameter.grad.numpy())
-        theirs.update()
-        ours.update()
-        saved = ours.state_dict()
-        assert {key: saved[key] for key in theirs.state_dict()} == theirs.state_dict()
-    assert recording.steps == moved

@@ -22,13 +22,13 @@ Pair = tuple[Any, Any]
 
 
 @pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_cuda(monkeypatch: pytest.MonkeyPatch):
     """Let this be a machine without CUDA."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
 
 
 @pytest.fixture
-def makers(group: None, pair: Pair) -> list[Any]:  # noqa: ARG001
+def makers(group: None, pair: Pair):  # noqa: ARG001
     """Return what makes our scaler and torch's for the CPU, in a world of one."""
     return [functools.partial(make, "cpu") for make in pair]
 
@@ -36,7 +36,7 @@ def makers(group: None, pair: Pair) -> list[Any]:  # noqa: ARG001
 # Arguments.
 
 
-def check_signature(ours: Any, theirs: Any, but: str = "") -> None:
+def check_signature(ours, theirs, but: str = ""):
     """Check that a function takes torch's arguments, of which one may have another default, and options of its own."""
     mine, wanted = ([*inspect.signature(each).parameters.values()] for each in (ours, theirs))
     for one, other in zip(mine, wanted, strict=False):
@@ -48,7 +48,7 @@ def check_signature(ours: Any, theirs: Any, but: str = "") -> None:
         assert parameter.default is not inspect.Parameter.empty, theirs
 
 
-def test_every_public_method_of_torchs_and_the_constructor_take_torchs_arguments(pair: Pair) -> None:
+def test_every_public_method_of_torchs_and_the_constructor_take_torchs_arguments(pair: Pair):
     ours, theirs = pair
     assert issubclass(ours, torch.amp.GradScaler)
     check_signature(ours, theirs, but="process_group")
@@ -59,7 +59,7 @@ def test_every_public_method_of_torchs_and_the_constructor_take_torchs_arguments
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, "", "yes", [], [0], 0.5], ids=repr)
-def test_enabled_takes_any_truth_value(makers: list[Any], value: Any) -> None:
+def test_enabled_takes_any_truth_value(makers: list[Any], value):
     for make in makers:
         scaler = make(enabled=value)
         assert bool(scaler.is_enabled()) is bool(value)
@@ -70,7 +70,7 @@ def test_enabled_takes_any_truth_value(makers: list[Any], value: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_device_is_whatever_names_one_and_what_names_none_is_refused(pair: Pair) -> None:
+def test_device_is_whatever_names_one_and_what_names_none_is_refused(pair: Pair):
     for device in ("cpu", torch.device("cpu"), "meta", "xla", "hpu", None, 0):
         assert [make(device).is_enabled() for make in pair] == [True, True]
     for device in ("nonsense", "cdua", "cpu:", "gpu", "", "cuda:x", 1.5):
@@ -93,7 +93,7 @@ def test_device_is_whatever_names_one_and_what_names_none_is_refused(pair: Pair)
 )
 def test_cuda_without_cuda_warns_as_torch_does_and_is_disabled(
     pair: Pair, arguments: tuple[str, ...], options: dict[str, Any], expected: list[str]
-) -> None:
+):
     for make in pair:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -109,14 +109,14 @@ REFUSED = [("growth_factor", 1.0), ("growth_factor", 0.5), ("backoff_factor", 1.
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_factors_that_torchs_refuses_are_refused_if_it_is_enabled(pair: Pair, name: str, value: float) -> None:
+def test_factors_that_torchs_refuses_are_refused_if_it_is_enabled(pair: Pair, name: str, value: float):
     for make, error in zip(pair, (InvalidValueError, AssertionError), strict=True):
         with pytest.raises(error, match=name.replace("_", ".")):
             make("cpu", **{name: value})
         assert not make("cpu", enabled=False, **{name: value}).is_enabled()
 
 
-def test_a_disabled_scaler_passes_everything_through_as_torchs_does(makers: list[Any]) -> None:
+def test_a_disabled_scaler_passes_everything_through_as_torchs_does(makers: list[Any]):
     seen = []
     for make in makers:
         scaler = make(enabled=False, init_scale=0.0, growth_interval=0)
@@ -145,7 +145,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "int32", "in
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [2.0**16, 3.0])
-def test_what_scale_returns_is_torchs(makers: list[Any], dtype: str, shape: tuple[int, ...], scale: float) -> None:
+def test_what_scale_returns_is_torchs(makers: list[Any], dtype: str, shape: tuple[int, ...], scale: float):
     tensor = torch.full(shape, 5, dtype=getattr(torch, dtype))
     ours, theirs = (make(init_scale=scale) for make in makers)
     assert_same(ours.scale(tensor), theirs.scale(tensor))
@@ -158,7 +158,7 @@ class Losses(list):  # type: ignore[type-arg]
     """A list of the user's."""
 
 
-def test_containers_come_back_as_torchs_also_those_of_nothing(makers: list[Any]) -> None:
+def test_containers_come_back_as_torchs_also_those_of_nothing(makers: list[Any]):
     for container in (Losses([torch.ones(()), torch.ones(2)]), [(torch.ones(2),), []], [], ()):
         ours, theirs = (make() for make in makers)
         assert_same(ours.scale(container), theirs.scale(container))
@@ -166,7 +166,7 @@ def test_containers_come_back_as_torchs_also_those_of_nothing(makers: list[Any])
 
 
 @pytest.mark.parametrize("make_iterable", [iter, set], ids=["iterator", "set"])
-def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(makers: list[Any], make_iterable: Any) -> None:
+def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(makers: list[Any], make_iterable):
     for make in makers:
         scaler = make(init_scale=4.0)
         lazy = scaler.scale(make_iterable([torch.ones(()), torch.ones(())]))
@@ -178,7 +178,7 @@ def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(makers: lis
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at-once", "in-a-later-iteration"])
-def test_an_iterator_counts_as_scaled_when_it_is_consumed(makers: list[Any], later: bool) -> None:
+def test_an_iterator_counts_as_scaled_when_it_is_consumed(makers: list[Any], later: bool):
     for make in makers:
         run = Small(make(init_scale=4.0, growth_interval=1), size=1)
         lazy = run.scaler.scale(iter([run.parameter.sum()]))
@@ -191,7 +191,7 @@ def test_an_iterator_counts_as_scaled_when_it_is_consumed(makers: list[Any], lat
 
 
 @pytest.mark.parametrize("outputs", [3, None, object(), [torch.ones(()), 3]], ids=["int", "none", "object", "nested"])
-def test_what_is_no_tensor_is_torchs_error(makers: list[Any], outputs: Any) -> None:
+def test_what_is_no_tensor_is_torchs_error(makers: list[Any], outputs):
     messages = []
     for make in makers:
         with pytest.raises(ValueError, match="outputs must be a Tensor") as caught:
@@ -203,7 +203,7 @@ def test_what_is_no_tensor_is_torchs_error(makers: list[Any], outputs: Any) -> N
 Two = collections.namedtuple("Two", "first second")
 
 
-def test_named_tuples_and_dicts_which_torchs_refuses_are_scaled_and_text_is_refused(makers: list[Any]) -> None:
+def test_named_tuples_and_dicts_which_torchs_refuses_are_scaled_and_text_is_refused(makers: list[Any]):
     ours, theirs = (make(init_scale=4.0) for make in makers)
     with pytest.raises(TypeError):
         theirs.scale(Two(torch.ones(()), torch.ones(())))

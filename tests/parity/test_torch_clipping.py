@@ -34,7 +34,7 @@ SINGLES = ["float32", "float64", "bfloat16"]
 enabled_or_not = pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
 
 
-def model(scaler: Any, dtypes: Sequence[str], factor: float = 1.0, optimizer: str = "SGD", lr: float = 1.0) -> Small:
+def model(scaler, dtypes: Sequence[str], factor: float = 1.0, optimizer: str = "SGD", lr: float = 1.0) -> Small:
     """Return parameters of many shapes with scaled random gradients."""
     run = Small(scaler, optimizer, dtypes=[dtypes[index % len(dtypes)] for index in range(len(SHAPES))], lr=lr)
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +47,7 @@ def model(scaler: Any, dtypes: Sequence[str], factor: float = 1.0, optimizer: st
     return run
 
 
-def clip(run: Small, max_norm: float) -> Any:
+def clip(run: Small, max_norm: float):
     """Unscale and clip: in two passes with torch's scaler, in one with ours."""
     if isinstance(run.scaler, GradScaler):
         norm = run.scaler.unscale_(run.optimizer, max_norm=max_norm)
@@ -57,13 +57,13 @@ def clip(run: Small, max_norm: float) -> Any:
     return torch.nn.utils.clip_grad_norm_(run.parameters, max_norm)
 
 
-def finish(run: Small) -> None:
+def finish(run: Small):
     """Step, and update."""
     run.scaler.step(run.optimizer)
     run.scaler.update()
 
 
-def clipped_in_float64(gradients: list[Any], scale: float, max_norm: float) -> tuple[float, list[Any]]:
+def clipped_in_float64(gradients: list[Any], scale: float, max_norm: float):
     """Return the norm and the clipped gradients, in float64."""
     wide = [gradient.double() / scale for gradient in gradients]
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in wide))
@@ -71,14 +71,14 @@ def clipped_in_float64(gradients: list[Any], scale: float, max_norm: float) -> t
     return norm, [gradient * factor for gradient in wide]
 
 
-def assert_close(one: Any, other: Any, tolerance: float = TOLERANCE) -> None:
+def assert_close(one, other, tolerance: float = TOLERANCE):
     """Assert that two tensors differ by little, relative to the largest element."""
     exact = other.detach().double()
     allowed = tolerance * float(exact.abs().max()) if exact.numel() else 0.0
     torch.testing.assert_close(one.detach().double(), exact, rtol=0.0, atol=allowed)
 
 
-def assert_near(one: Any, other: Any, tolerance: float = TOLERANCE) -> None:
+def assert_near(one, other, tolerance: float = TOLERANCE):
     """Assert that the norms, the gradients and the parameters of two runs, with their norms, are nearly the same."""
     assert one[1].item() == pytest.approx(other[1].item(), rel=tolerance)
     for mine, its in zip(one[0].parameters, other[0].parameters, strict=True):
@@ -97,9 +97,7 @@ def assert_near(one: Any, other: Any, tolerance: float = TOLERANCE) -> None:
     ],
     ids=str,
 )
-def test_norm_and_gradients_are_torchs(
-    dtypes: tuple[str, ...], scale: float | None, max_norm: float, factor: float
-) -> None:
+def test_norm_and_gradients_are_torchs(dtypes: tuple[str, ...], scale: float | None, max_norm: float, factor: float):
     # Without a scale the scaler is disabled.
     seen = []
     for make in (TorchScaler, GradScaler):
@@ -117,9 +115,7 @@ def test_norm_and_gradients_are_torchs(
 @pytest.mark.parametrize(
     "dtypes", [("bfloat16",), ("float16",), ("bfloat16", "float32"), ("float16", "float32", "float64")], ids="-".join
 )
-def test_half_gradients_are_clipped_nearer_to_the_truth_than_at_torchs(
-    dtypes: tuple[str, ...], max_norm: float
-) -> None:
+def test_half_gradients_are_clipped_nearer_to_the_truth_than_at_torchs(dtypes: tuple[str, ...], max_norm: float):
     scale = 64.0
     run = model(GradScaler("cpu", init_scale=scale, allow_fp16_grads=True), dtypes)
     norm_wanted, wanted = clipped_in_float64([each.grad for each in run.parameters], scale, max_norm)
@@ -132,7 +128,7 @@ def test_half_gradients_are_clipped_nearer_to_the_truth_than_at_torchs(
         assert ((parameter.grad.double() - exact).abs() <= allowed).all()
 
 
-def test_float16_gradients_are_clipped_where_torch_and_optax_make_zeros_of_them() -> None:
+def test_float16_gradients_are_clipped_where_torch_and_optax_make_zeros_of_them():
     """Their norm, 109,545, is above the largest float16; the factor is not."""
     jnp, optax = require("jax").numpy, require("optax")
     values = np.full(30_000, 200.0, np.float16)
@@ -178,7 +174,7 @@ def test_float16_gradients_are_clipped_where_torch_and_optax_make_zeros_of_them(
 )
 def test_norms_whose_squares_overflow_do_not_wipe_out_the_gradients(
     dtype: str, factor: float, scale: float, max_norm: float
-) -> None:
+):
     run = model(GradScaler("cpu", init_scale=scale), [dtype], factor)
     wide = [parameter.grad.double() / scale for parameter in run.parameters]
     assert all(gradient.isfinite().all() for gradient in wide)
@@ -201,9 +197,7 @@ def test_norms_whose_squares_overflow_do_not_wipe_out_the_gradients(
 @pytest.mark.parametrize("max_norm", [1.0, 0.0, math.inf])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", SINGLES)
-def test_a_step_with_gradients_that_are_not_finite_is_skipped(
-    dtype: str, bad: float, max_norm: float, variant: str
-) -> None:
+def test_a_step_with_gradients_that_are_not_finite_is_skipped(dtype: str, bad: float, max_norm: float, variant: str):
     norms = []
     for make in (TorchScaler, GradScaler):
         run = model(make("cpu"), [dtype], optimizer=variant)
@@ -217,7 +211,7 @@ def test_a_step_with_gradients_that_are_not_finite_is_skipped(
     assert_same(*norms)
 
 
-def test_gradients_that_overflow_when_divided_are_clipped_right_or_skipped_and_never_wiped_out() -> None:
+def test_gradients_that_overflow_when_divided_are_clipped_right_or_skipped_and_never_wiped_out():
     for max_norm, held, scale in ((1.0, [-0.6, 0.8], 2.0**-10), (math.inf, [0.0, 0.0], 2.0**-11)):
         run = Small(GradScaler("cpu", init_scale=2.0**-10))
         run.put(torch.tensor([3e37, -4e37]))
@@ -227,7 +221,7 @@ def test_gradients_that_overflow_when_divided_are_clipped_right_or_skipped_and_n
 
 
 @enabled_or_not
-def test_an_optimizer_without_gradients_has_the_norm_zero(enabled: bool) -> None:
+def test_an_optimizer_without_gradients_has_the_norm_zero(enabled: bool):
     run = Small(GradScaler("cpu", enabled=enabled))
     run.put(None)
     assert clip(run, 1.0).item() == 0.0
@@ -238,7 +232,7 @@ def test_an_optimizer_without_gradients_has_the_norm_zero(enabled: bool) -> None
 
 
 @pytest.mark.parametrize("kind", ["transposed", "strided", "complex", "coo"])
-def test_gradients_of_other_layouts_are_clipped_as_dense_ones(kind: str) -> None:
+def test_gradients_of_other_layouts_are_clipped_as_dense_ones(kind: str):
     dense = torch.arange(1.0, 13.0).reshape(4, 3)
     if kind == "complex":
         dense = torch.complex(dense, -dense)
@@ -257,7 +251,7 @@ def test_gradients_of_other_layouts_are_clipped_as_dense_ones(kind: str) -> None
     torch.testing.assert_close(gradient, dense * (2.0 / expected), rtol=TOLERANCE, atol=0)
 
 
-def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched() -> None:
+def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched():
     run = Small(GradScaler("cpu", init_scale=8.0), size=4)
     run.put(torch.sparse_coo_tensor([[1, 1]], [8.0, 16.0], (4,)))
     with pytest.raises(InvalidValueError, match="coalesce"):
@@ -269,7 +263,7 @@ def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched() ->
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
 
 
-def test_plain_gradients_over_a_group_are_clipped_as_the_refusal_says() -> None:
+def test_plain_gradients_over_a_group_are_clipped_as_the_refusal_says():
     def rank(group: ThreadCollectives) -> list[list[float]]:
         run = Small(GradScaler("cpu", group=group), size=1)
         run.give(3.0)
@@ -286,7 +280,7 @@ def test_plain_gradients_over_a_group_are_clipped_as_the_refusal_says() -> None:
 class Mesh:
     """What looks to the adapter like a mesh of threads, and like the group over its ranks."""
 
-    def __init__(self, place: int, held: list[Any], meeting: threading.Barrier) -> None:
+    def __init__(self, place: int, held: list[Any], meeting: threading.Barrier):
         self.mesh = torch.arange(len(held))
         self._place, self._held, self._meeting = place, held, meeting
 
@@ -299,7 +293,7 @@ class Mesh:
     def size(self) -> int:
         return len(self._held)
 
-    def allreduce(self, tensors: list[Any], options: Any) -> Any:
+    def allreduce(self, tensors: list[Any], options):
         self._held[self._place] = tensors[0].clone()
         self._meeting.wait(20.0)
         gathered = torch.stack(self._held)
@@ -308,7 +302,7 @@ class Mesh:
         return SimpleNamespace(wait=lambda: None)
 
 
-def clipped_on(bad_rank: int | None, placement: Any) -> list[tuple[float, int, int]]:
+def clipped_on(bad_rank: int | None, placement) -> list[tuple[float, int, int]]:
     """Return on two ranks the norm of DTensors that hold 3 and 4, or an infinity, and how many are not finite."""
     held, meeting = [None] * 2, threading.Barrier(2)
 
@@ -324,7 +318,7 @@ def clipped_on(bad_rank: int | None, placement: Any) -> list[tuple[float, int, i
     return run_ranks(2, rank)
 
 
-def test_the_norm_of_dtensors_is_that_of_all_parts_and_of_one_copy() -> None:
+def test_the_norm_of_dtensors_is_that_of_all_parts_and_of_one_copy():
     from torch.distributed.tensor import Replicate, Shard
 
     assert clipped_on(None, Shard(0)) == [(5.0, 0, 0)] * 2
@@ -333,7 +327,7 @@ def test_the_norm_of_dtensors_is_that_of_all_parts_and_of_one_copy() -> None:
 
 
 @pytest.mark.parametrize("bad_rank", range(2))
-def test_of_the_parts_of_a_norm_the_rank_is_told_whose_is_not_finite(bad_rank: int) -> None:
+def test_of_the_parts_of_a_norm_the_rank_is_told_whose_is_not_finite(bad_rank: int):
     from torch.distributed.tensor import Shard
 
     assert clipped_on(bad_rank, Shard(0)) == [(math.inf, 1, int(rank == bad_rank)) for rank in range(2)]

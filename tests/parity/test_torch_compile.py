@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from axes_torch import GradScaler, TorchScaler, torch
@@ -21,14 +19,14 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _fresh_compiler():
     """Forget what was compiled before and after."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-def trained(make_scaler: Any, kind: str, explicit: bool, compiles: bool = False) -> tuple[list[Any], int]:
+def trained(make_scaler, kind: str, explicit: bool, compiles: bool = False):
     """Train with a step that is compiled or not; return what is to be seen after each, and how often a graph broke."""
     from torch._dynamo.utils import counters
 
@@ -39,7 +37,7 @@ def trained(make_scaler: Any, kind: str, explicit: bool, compiles: bool = False)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     optimizer = optimizer_of(kind, model.parameters(), lr=0.1)
 
-    def step(inputs: Any) -> None:
+    def step(inputs):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(inputs).float().square().mean()
@@ -64,7 +62,7 @@ def trained(make_scaler: Any, kind: str, explicit: bool, compiles: bool = False)
 @pytest.mark.parametrize("kind", ["SGD-foreach", "SGD-fused", "Adam-foreach", "Adam-fused"])
 def test_a_compiled_step_gives_what_an_eager_one_gives_and_breaks_no_graph_that_torchs_does_not(
     kind: str, explicit: bool
-) -> None:
+):
     eager, _ = trained(GradScaler, kind, explicit)
     assert_same(eager, trained(TorchScaler, kind, explicit)[0])
     assert [scale for scale, *_ in eager] == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
@@ -75,7 +73,7 @@ def test_a_compiled_step_gives_what_an_eager_one_gives_and_breaks_no_graph_that_
     torch.testing.assert_close([each[2] for each in seen], [each[2] for each in eager], rtol=1e-4, atol=1e-5)
 
 
-def test_a_scaled_loss_in_a_compiled_function_is_the_eager_one() -> None:
+def test_a_scaled_loss_in_a_compiled_function_is_the_eager_one():
     scaler = GradScaler("cpu", init_scale=3.0)
     function = torch.compile(lambda leaf: scaler.scale((leaf * leaf).sum()), backend="eager")
     for value in (1.0, 2.0):

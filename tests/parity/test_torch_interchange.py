@@ -24,7 +24,7 @@ BOTH = (GradScaler, TorchScaler)
 PAIRS = list(itertools.product(BOTH, BOTH))
 
 
-def trained(scaler: Any, gradients: list[float]) -> list[Any]:
+def trained(scaler, gradients: list[float]):
     """Train on with these gradients; return the scale, the tracker and the parameter after each iteration."""
     run, seen = Small(scaler, momentum=0.9), []
     for gradient in gradients:
@@ -33,14 +33,14 @@ def trained(scaler: Any, gradients: list[float]) -> list[Any]:
     return seen
 
 
-def started(make: Any, gradients: list[float], settings: dict[str, float] = SETTINGS) -> Any:
+def started(make, gradients: list[float], settings: dict[str, float] = SETTINGS):
     """Return a scaler that has seen some iterations."""
     scaler = make("cpu", **settings)
     trained(scaler, gradients)
     return scaler
 
 
-def saved_and_loaded(state: Any) -> Any:
+def saved_and_loaded(state):
     """Return what torch's safe loading makes of what it has saved."""
     file = io.BytesIO()
     torch.save(state, file)
@@ -59,7 +59,7 @@ def history(request: pytest.FixtureRequest) -> list[float]:
     return HISTORIES[request.param]
 
 
-def assert_all_go_on_alike(scalers: list[Any]) -> None:
+def assert_all_go_on_alike(scalers: list[Any]):
     """Assert that each of some scalers trains on as the first does."""
     first, *others = (trained(scaler, MORE) for scaler in scalers)
     for other in others:
@@ -73,7 +73,7 @@ def assert_all_go_on_alike(scalers: list[Any]) -> None:
 @pytest.mark.parametrize("live", [False, True], ids=["lazy", "live"])
 def test_a_run_goes_on_alike_whichever_scaler_saved_it_and_whichever_loads_it(
     history: list[float], pair: tuple[Any, Any], live: bool
-) -> None:
+):
     scalers = []
     for source, target in itertools.product(pair, pair):
         saved = started(source, history).state_dict()
@@ -84,7 +84,7 @@ def test_a_run_goes_on_alike_whichever_scaler_saved_it_and_whichever_loads_it(
     assert_all_go_on_alike(scalers)
 
 
-def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_it() -> None:
+def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_it():
     policy = DynamicScale(init_scale=8.0, growth_interval=3, hysteresis=2, max_scale=64.0)
     scaler = GradScaler("cpu", policy=policy)
     trained(scaler, [1.0, math.inf])
@@ -103,7 +103,7 @@ def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["lazy", "live"])
-def test_what_one_scaler_pickles_the_other_restores(history: list[float], live: bool) -> None:
+def test_what_one_scaler_pickles_the_other_restores(history: list[float], live: bool):
     scalers = []
     for source, target in PAIRS:
         before = started(source, history)
@@ -119,7 +119,7 @@ def test_what_one_scaler_pickles_the_other_restores(history: list[float], live: 
 
 
 @pytest.mark.usefixtures("group")
-def test_an_unpickled_sharded_scaler_agrees_over_the_default_group_and_asks_for_any_other(history: list[float]) -> None:
+def test_an_unpickled_sharded_scaler_agrees_over_the_default_group_and_asks_for_any_other(history: list[float]):
     scaler = started(ShardedGradScaler, history)
     assert_all_go_on_alike([pickle.loads(pickle.dumps(scaler)), scaler])
     scaler.set_group(torch.distributed.group.WORLD)
@@ -134,7 +134,7 @@ def test_an_unpickled_sharded_scaler_agrees_over_the_default_group_and_asks_for_
 @pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
 @pytest.mark.parametrize("how", ["state_dict", "pickle"])
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-step"])
-def test_gradients_after_a_resume_are_of_a_loss_that_was_scaled(how: str, explicit: bool, variant: str) -> None:
+def test_gradients_after_a_resume_are_of_a_loss_that_was_scaled(how: str, explicit: bool, variant: str):
     before = started(GradScaler, [1.0])
     scaler = pickle.loads(pickle.dumps(before)) if how == "pickle" else GradScaler("cpu")
     if how == "state_dict":
@@ -157,13 +157,13 @@ GOOD: dict[str, Any] = dict(zip(KEYS, (8.0, 2.0, 0.5, 10, 3), strict=True))
 
 
 @pytest.mark.parametrize("key", ["_init_scale", "_growth_factor", "_growth_interval", "_init_growth_tracker"])
-def test_a_pickle_of_torchs_with_a_bad_number_is_refused(key: str) -> None:
+def test_a_pickle_of_torchs_with_a_bad_number_is_refused(key: str):
     state = started(TorchScaler, [1.0]).__getstate__()
     with pytest.raises(StateDictError):
         GradScaler.__new__(GradScaler).__setstate__({**state, key: -1})
 
 
-def test_a_state_dict_that_is_loaded_after_the_backward_pass_serves_the_next_iteration() -> None:
+def test_a_state_dict_that_is_loaded_after_the_backward_pass_serves_the_next_iteration():
     run = Small(GradScaler("cpu", init_scale=4.0))
     run.give(1.0)
     run.scaler.load_state_dict({**GOOD, "scale": 1024.0})
@@ -173,7 +173,7 @@ def test_a_state_dict_that_is_loaded_after_the_backward_pass_serves_the_next_ite
     assert run.state == (1024.0, 4)
 
 
-def test_a_checkpoint_after_ranks_have_differed_is_loaded_into_the_same_tensors() -> None:
+def test_a_checkpoint_after_ranks_have_differed_is_loaded_into_the_same_tensors():
     def rank(group: ThreadCollectives) -> tuple[bool, float]:
         run = Small(GradScaler("cpu", group=group))
         run.give(1.0)

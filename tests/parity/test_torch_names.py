@@ -22,19 +22,19 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-def pair(group: None, pair: tuple[Any, Any]) -> tuple[Any, Any]:  # noqa: ARG001
+def pair(group: None, pair: tuple[Any, Any]):  # noqa: ARG001
     """Return our class and torch's, in a world of one."""
     return pair
 
 
-def same(pair: tuple[Any, Any], script: Callable[[Any], Any]) -> Any:
+def same(pair: tuple[Any, Any], script: Callable[[Any], Any]):
     """Return what a script, which is given a class, tells of ours: the same as of torch's."""
     ours, theirs = map(script, pair)
     assert ours == theirs
     return ours
 
 
-def states_of(run: Small) -> Any:
+def states_of(run: Small):
     """Return what the scaler keeps of the optimizer in this iteration."""
     return run.scaler._per_optimizer_states[id(run.optimizer)]
 
@@ -47,7 +47,7 @@ ADVICE = r"(group=|allow_fp16_grads=True|policy=)"
 
 
 @pytest.mark.parametrize("name", NOT_CALLED)
-def test_an_override_that_would_be_passed_by_is_refused(pair: tuple[Any, Any], name: str) -> None:
+def test_an_override_that_would_be_passed_by_is_refused(pair: tuple[Any, Any], name: str):
     ours, _ = pair
     mixed = type("Mixed", (type("Mixin", (), {name: lambda *_: None}), ours), {})
     own = type("Own", (ours,), {name: lambda *_: None})
@@ -62,8 +62,8 @@ def test_an_override_that_would_be_passed_by_is_refused(pair: tuple[Any, Any], n
 
 @pytest.mark.parametrize("way", ["class", "instance"])
 @pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
-def test_step_calls_an_overridden_unscale(pair: tuple[Any, Any], way: str, closure: bool) -> None:
-    def unscale_(scaler: Any, optimizer: Any) -> None:
+def test_step_calls_an_overridden_unscale(pair: tuple[Any, Any], way: str, closure: bool):
+    def unscale_(scaler, optimizer):
         kind.unscale_(scaler, optimizer)
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad.clamp_(max=0.5)
@@ -78,7 +78,7 @@ def test_step_calls_an_overridden_unscale(pair: tuple[Any, Any], way: str, closu
         assert run.held == [[-0.5, -0.5]], kind
 
 
-def test_an_override_of_unscale_that_judges_nothing_is_an_error_as_at_torchs(pair: tuple[Any, Any]) -> None:
+def test_an_override_of_unscale_that_judges_nothing_is_an_error_as_at_torchs(pair: tuple[Any, Any]):
     for kind in pair:
         run = Small(type("Idle", (kind,), {"unscale_": lambda *_: None})("cpu"))
         run.give(1.0)
@@ -91,7 +91,7 @@ def test_an_override_of_unscale_that_judges_nothing_is_an_error_as_at_torchs(pai
 
 
 @pytest.mark.parametrize("gradient", [1.0, float("inf")])
-def test_an_optimizer_can_be_unscaled_again_when_its_stage_was_set(pair: tuple[Any, Any], gradient: float) -> None:
+def test_an_optimizer_can_be_unscaled_again_when_its_stage_was_set(pair: tuple[Any, Any], gradient: float):
     for make in pair:
         run = Small(make("cpu"))
         run.scaler.scale(torch.ones(()))
@@ -109,7 +109,7 @@ def test_an_optimizer_can_be_unscaled_again_when_its_stage_was_set(pair: tuple[A
         assert (before["stage"], states_of(run)["stage"]) == (OptState.UNSCALED, OptState.READY)
 
 
-def test_what_is_written_to_the_state_of_an_optimizer_is_its_verdict(pair: tuple[Any, Any]) -> None:
+def test_what_is_written_to_the_state_of_an_optimizer_is_its_verdict(pair: tuple[Any, Any]):
     for make in pair:
         for found, moved, scale in ((0.0, -1.0, 65536.0), (1.0, 0.0, 32768.0)):
             run = Small(make("cpu"))
@@ -122,7 +122,7 @@ def test_what_is_written_to_the_state_of_an_optimizer_is_its_verdict(pair: tuple
             assert (run.held, run.scaler.get_scale()) == ([[moved] * 2], scale)
 
 
-def test_a_verdict_that_is_cleared_in_place_lets_the_step_be_made(pair: tuple[Any, Any]) -> None:
+def test_a_verdict_that_is_cleared_in_place_lets_the_step_be_made(pair: tuple[Any, Any]):
     for make in pair:
         run = Small(make("cpu"))
         run.put(math.inf)
@@ -138,8 +138,8 @@ def test_a_verdict_that_is_cleared_in_place_lets_the_step_be_made(pair: tuple[An
 @pytest.mark.parametrize("found", [0.0, 1.0])
 def test_what_is_written_before_the_scaler_has_met_the_optimizer_is_its_verdict(
     pair: tuple[Any, Any], found: float, shape: tuple[int, ...]
-) -> None:
-    def script(make: Any) -> Any:
+):
+    def script(make):
         run = Small(make("cpu", init_scale=4.0))
         run.put(1.0)
         # As apex's DistributedFusedAdam does when it has unscaled by itself.
@@ -153,7 +153,7 @@ def test_what_is_written_before_the_scaler_has_met_the_optimizer_is_its_verdict(
     assert same(pair, script) == (([[0.0, 0.0]], 2.0) if found else ([[-1.0, -1.0]], 4.0))
 
 
-def test_a_verdict_that_is_written_before_there_is_a_scale_counts(pair: tuple[Any, Any]) -> None:
+def test_a_verdict_that_is_written_before_there_is_a_scale_counts(pair: tuple[Any, Any]):
     run = Small(pair[0]("cpu", init_scale=4.0))
     states_of(run).update(stage=OptState.UNSCALED, found_inf_per_device={torch.device("cpu"): torch.ones(1)})
     run.step()
@@ -161,9 +161,7 @@ def test_a_verdict_that_is_written_before_there_is_a_scale_counts(pair: tuple[An
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
-def test_flags_of_one_element_are_taken_of_two_devices_and_by_any_policy(
-    pair: tuple[Any, Any], hysteresis: int
-) -> None:
+def test_flags_of_one_element_are_taken_of_two_devices_and_by_any_policy(pair: tuple[Any, Any], hysteresis: int):
     run = Small(pair[0]("cpu", policy=gradscale.DynamicScale(init_scale=4.0, hysteresis=hysteresis)))
     for flags in ([0.0, 1.0], [1.0, 0.0]):
         run.put(1.0)
@@ -175,7 +173,7 @@ def test_flags_of_one_element_are_taken_of_two_devices_and_by_any_policy(
     assert (run.held, run.scaler.get_scale()) == ([[0.0, 0.0]], 4.0 / 2 ** (2 // hysteresis))
 
 
-def test_what_is_no_state_of_an_optimizer_is_an_error(pair: tuple[Any, Any]) -> None:
+def test_what_is_no_state_of_an_optimizer_is_an_error(pair: tuple[Any, Any]):
     run = Small(pair[0]("cpu"))
     with pytest.raises(TypeError):
         states_of(run)["found_inf_per_device"]["cpu"] = 1.0
@@ -187,8 +185,8 @@ def test_what_is_no_state_of_an_optimizer_is_an_error(pair: tuple[Any, Any]) -> 
         run.scaler._per_optimizer_states = 1
 
 
-def test_optimizer_states_set_anew_begin_the_iteration_anew(pair: tuple[Any, Any]) -> None:
-    def script(make: Any) -> Any:
+def test_optimizer_states_set_anew_begin_the_iteration_anew(pair: tuple[Any, Any]):
+    def script(make):
         run = Small(make("cpu", init_scale=4.0))
         run.put(16.0)
         run.scaler.unscale_(run.optimizer)
@@ -202,7 +200,7 @@ def test_optimizer_states_set_anew_begin_the_iteration_anew(pair: tuple[Any, Any
     assert same(pair, script)[0] == [[-1.0, -1.0]]
 
 
-def delete(states: Any, key: int) -> None:
+def delete(states, key: int):
     """Take one state out."""
     del states[key]
 
@@ -218,8 +216,8 @@ BEGIN_ANEW: dict[str, Callable[[Any, int], Any]] = {
 @pytest.mark.parametrize("way", BEGIN_ANEW)
 def test_an_optimizer_whose_state_is_taken_out_begins_anew_and_its_verdict_is_forgotten(
     pair: tuple[Any, Any], way: str
-) -> None:
-    def script(make: Any, is_other_bad: bool) -> Any:
+):
+    def script(make, is_other_bad: bool):
         run = Small(make("cpu", init_scale=4.0))
         other = Small(run.scaler)
         other.put(math.inf if is_other_bad else 16.0)
@@ -243,8 +241,8 @@ def test_an_optimizer_whose_state_is_taken_out_begins_anew_and_its_verdict_is_fo
 
 @pytest.mark.parametrize("gradient", [16.0, math.inf])
 @pytest.mark.parametrize("way", ["one", "all"])
-def test_a_copy_of_a_state_can_be_set_later(pair: tuple[Any, Any], gradient: float, way: str) -> None:
-    def script(make: Any) -> Any:
+def test_a_copy_of_a_state_can_be_set_later(pair: tuple[Any, Any], gradient: float, way: str):
+    def script(make):
         run, key = Small(make("cpu", init_scale=4.0)), 0
         key = id(run.optimizer)
         run.put(gradient)
@@ -273,8 +271,8 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("gradient", [16.0, math.inf])
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_of_all_states_can_be_put_back(pair: tuple[Any, Any], gradient: float, how: str) -> None:
-    def script(make: Any) -> Any:
+def test_a_copy_of_all_states_can_be_put_back(pair: tuple[Any, Any], gradient: float, how: str):
+    def script(make):
         run = Small(make("cpu", init_scale=4.0))
         run.put(gradient)
         run.scaler.unscale_(run.optimizer)
@@ -289,8 +287,8 @@ def test_a_copy_of_all_states_can_be_put_back(pair: tuple[Any, Any], gradient: f
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_states_without_a_verdict_are_copied(pair: tuple[Any, Any], is_made: bool) -> None:
-    def script(make: Any) -> Any:
+def test_states_without_a_verdict_are_copied(pair: tuple[Any, Any], is_made: bool):
+    def script(make):
         run = Small(make("cpu"))
         if is_made:
             run.scaler.scale(torch.ones(()))
@@ -301,8 +299,8 @@ def test_states_without_a_verdict_are_copied(pair: tuple[Any, Any], is_made: boo
     assert same(pair, script) == ([True, True], 2)
 
 
-def test_the_state_of_an_optimizer_that_was_not_met_is_not_there(pair: tuple[Any, Any]) -> None:
-    def script(make: Any) -> Any:
+def test_the_state_of_an_optimizer_that_was_not_met_is_not_there(pair: tuple[Any, Any]):
+    def script(make):
         states = make("cpu")._per_optimizer_states
         told = [states.get(1), states.get(1, 5), states.pop(1, None), len(states)]
         with pytest.raises(KeyError):
@@ -320,7 +318,7 @@ def test_the_state_of_an_optimizer_that_was_not_met_is_not_there(pair: tuple[Any
 # Messages, functions and numbers.
 
 
-def test_a_step_without_gradients_has_torchs_words(pair: tuple[Any, Any]) -> None:
+def test_a_step_without_gradients_has_torchs_words(pair: tuple[Any, Any]):
     # torch's ShardedGradScaler steps.
     for make in {pair[0], torch.amp.GradScaler}:
         run = Small(make("cpu"))
@@ -329,8 +327,8 @@ def test_a_step_without_gradients_has_torchs_words(pair: tuple[Any, Any]) -> Non
             run.scaler.step(run.optimizer)
 
 
-def test_a_scaler_that_is_switched_off_passes_through(pair: tuple[Any, Any]) -> None:
-    def script(make: Any) -> Any:
+def test_a_scaler_that_is_switched_off_passes_through(pair: tuple[Any, Any]):
+    def script(make):
         run = Small(make("cpu"))
         # As fairscale's ShardedGradScaler.
         run.scaler._enabled = False
@@ -348,9 +346,7 @@ def test_a_scaler_that_is_switched_off_passes_through(pair: tuple[Any, Any]) -> 
     assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == pytest.approx(32**0.5)
 
 
-def test_torchs_functions_are_found_when_its_names_are_replaced(
-    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_functions_are_found_when_its_names_are_replaced(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
     for place in (torch, torch.amp, torch.amp.grad_scaler):
         monkeypatch.setattr(place, "GradScaler", pair[0])
     run = Small(torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -363,8 +359,8 @@ def test_torchs_functions_are_found_when_its_names_are_replaced(
     assert run.held == [[-5.0, -5.0]]
 
 
-def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any]) -> None:
-    def script(make: Any) -> Any:
+def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any]):
+    def script(make):
         run = Small(make("cpu"))
         scaler = run.scaler
         scaler._init_scale, scaler._init_growth_tracker = 8.0, 1
@@ -394,8 +390,8 @@ def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any]) -> 
 
 
 @pytest.mark.parametrize("when", ["before-unscale", "in-place", "after-update"])
-def test_a_scale_that_is_put_in_the_place_of_the_present_one_is_used(pair: tuple[Any, Any], when: str) -> None:
-    def script(make: Any) -> Any:
+def test_a_scale_that_is_put_in_the_place_of_the_present_one_is_used(pair: tuple[Any, Any], when: str):
+    def script(make):
         run = Small(make("cpu", init_scale=4.0))
         run.put(16.0)
         if when == "after-update":
@@ -416,8 +412,8 @@ def test_a_scale_that_is_put_in_the_place_of_the_present_one_is_used(pair: tuple
 
 @pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
 @pytest.mark.parametrize("way", ["made", "set", "loaded-and-set"])
-def test_a_loss_can_be_multiplied_by_the_tensor_of_the_scale(pair: tuple[Any, Any], way: str) -> None:
-    def script(make: Any) -> Any:
+def test_a_loss_can_be_multiplied_by_the_tensor_of_the_scale(pair: tuple[Any, Any], way: str):
+    def script(make):
         run = Small(make("cpu", init_scale=4.0))
         if way != "set":
             run.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
@@ -440,7 +436,7 @@ def test_a_loss_can_be_multiplied_by_the_tensor_of_the_scale(pair: tuple[Any, An
 class Lookalike:
     """As torch's own tests have one, whose work can do nothing but wait; other ranks may find an infinity."""
 
-    def __init__(self, finds: bool = False) -> None:
+    def __init__(self, finds: bool = False):
         self.calls: list[Any] = []
         self._finds = finds
 
@@ -450,7 +446,7 @@ class Lookalike:
     def size(self) -> int:
         return 1
 
-    def allreduce(self, tensors: list[Any], options: Any) -> Any:
+    def allreduce(self, tensors: list[Any], options):
         self.calls.append((tensors[0].dtype, options.reduceOp))
         tensors[0][0].clamp_(min=int(self._finds))
         return SimpleNamespace(wait=lambda: None)
@@ -461,7 +457,7 @@ class Lookalike:
 @pytest.mark.parametrize("is_old", [False, True], ids=["", "torch-2.6"])
 def test_any_object_with_rank_size_and_allreduce_is_a_process_group(
     monkeypatch: pytest.MonkeyPatch, is_old: bool, finds: bool, wrap: Callable[[Any], Any]
-) -> None:
+):
     if is_old:
         # Its options take no other attributes.
         options = type("AllreduceOptions", (), {"__slots__": ("reduceOp", "timeout")})
@@ -477,7 +473,7 @@ def test_any_object_with_rank_size_and_allreduce_is_a_process_group(
 
 
 @pytest.mark.usefixtures("group")
-def test_a_lookalike_of_torchs_tests_is_a_group_and_a_backend_of_a_group_is_none() -> None:
+def test_a_lookalike_of_torchs_tests_is_a_group_and_a_backend_of_a_group_is_none():
     kind = type("Dummy", (Lookalike,), {"__module__": "torch.testing._internal.common_fsdp"})
     one = kind()
     assert gradscale_torch.ShardedGradScaler("cpu", process_group=one).process_group is one
@@ -486,7 +482,7 @@ def test_a_lookalike_of_torchs_tests_is_a_group_and_a_backend_of_a_group_is_none
         gradscale_torch.ShardedGradScaler("cpu", process_group=backend)
 
 
-def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one() -> None:
+def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one():
     with pytest.raises(InvalidTypeError, match=r"init_scale=, got \('cuda',\).*gradscale_torch\.GradScaler"):
         GradScaler("cuda")  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match=r"group=, got \('cuda',\).*gradscale_torch\.ShardedGradScaler"):
@@ -498,7 +494,7 @@ def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one() ->
 
 
 @pytest.mark.parametrize("name", ["GradScaler", "ShardedGradScaler"])
-def test_habits_and_slips_at_torchs_replacements_name_what_to_write(name: str) -> None:
+def test_habits_and_slips_at_torchs_replacements_name_what_to_write(name: str):
     make = getattr(gradscale_torch, name)
     for call, match in (
         # The first argument of torch.cuda.amp's.
@@ -511,7 +507,7 @@ def test_habits_and_slips_at_torchs_replacements_name_what_to_write(name: str) -
             call()
 
 
-def test_a_misspelt_preset_names_the_nearest_one() -> None:
+def test_a_misspelt_preset_names_the_nearest_one():
     with pytest.raises(AttributeError, match=r"'megatrom'; did you mean 'megatron'\?"):
         presets.megatrom  # noqa: B018
     assert not hasattr(presets, "__wrapped__")
@@ -519,9 +515,7 @@ def test_a_misspelt_preset_names_the_nearest_one() -> None:
 
 @pytest.mark.filterwarnings("ignore::gradscale.TrainingStalledWarning")
 @pytest.mark.parametrize("factors", [(1.1, 0.9), (1.7, 0.3)], ids=str)
-def test_factors_that_are_no_powers_of_two_give_torchs_scales(
-    pair: tuple[Any, Any], factors: tuple[float, float]
-) -> None:
+def test_factors_that_are_no_powers_of_two_give_torchs_scales(pair: tuple[Any, Any], factors: tuple[float, float]):
     scales: list[list[float]] = []
     for make in pair:
         scales.append([])

@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 class Chance:
     """Draws programs of one to three optimizers: training loops, with calls in between and slips."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int):
         self._random = random.Random(seed)
         self._optimizers = range(self._random.randint(1, 3))
 
@@ -144,7 +144,7 @@ class Chance:
             if draw() < 0.8:
                 yield "zero_grad", optimizer, draw() < 0.6
 
-    def _slip(self, calls: list[Call]) -> None:
+    def _slip(self, calls: list[Call]):
         """Leave a call out, make it twice, or exchange two."""
         one, other = (self._random.randrange(len(calls)) for _ in range(2))
         what = self._random.random()
@@ -159,7 +159,7 @@ class Chance:
 class Side:
     """A scaler, with a model of two parameters for each optimizer."""
 
-    def __init__(self, make: Callable[..., Any], plan: Plan) -> None:
+    def __init__(self, make: Callable[..., Any], plan: Plan):
         self._make = functools.partial(make, enabled=plan.enabled)
         self.scaler = self._make(**plan.settings)
         self._generator = torch.Generator().manual_seed(1)
@@ -172,15 +172,15 @@ class Side:
             self.optimizers.append(self._optimizer(model, *kind.partition("-")[::2]))
         self._sparse = [kind.endswith("sparse") for kind in plan.kinds]
 
-    def _optimizer(self, model: list[Any], name: str, variant: str) -> Any:
-        base: Any = getattr(torch.optim, name)
+    def _optimizer(self, model: list[Any], name: str, variant: str):
+        base = getattr(torch.optim, name)
 
         class Counting(base):  # type: ignore[misc]
             """Returns how often it has been called."""
 
             calls = 0
 
-            def step(self, closure: Any = None) -> int:
+            def step(self, closure=None) -> int:
                 super().step(closure)
                 self.calls += 1
                 return self.calls
@@ -196,13 +196,13 @@ class Side:
             optimizer.zero_grad()
         return optimizer
 
-    def _normal(self, shape: Any) -> Any:
+    def _normal(self, shape):
         return torch.randn(shape, generator=self._generator)
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments):
         return getattr(self, name)(*arguments)
 
-    def scale(self, what: str) -> Any:
+    def scale(self, what: str):
         one, other = torch.tensor(1.5), torch.tensor(-2.0)
         outputs = {
             "loss": one,
@@ -217,7 +217,7 @@ class Side:
         scaled = self.scaler.scale(outputs)
         return list(scaled) if what == "generator" else scaled
 
-    def train(self, index: int, bad: float | None) -> Any:
+    def train(self, index: int, bad: float | None):
         first, second = self.models[index]
         if self._sparse[index]:
             chosen = torch.randint(len(first), (4,), generator=self._generator)
@@ -229,69 +229,69 @@ class Side:
             self.models[index][1].grad[0, 1] = bad
         return scaled
 
-    def unscale(self, index: int) -> Any:
+    def unscale(self, index: int):
         return self.scaler.unscale_(self.optimizers[index])
 
-    def step(self, index: int) -> Any:
+    def step(self, index: int):
         return self.scaler.step(self.optimizers[index])
 
-    def update(self) -> Any:
+    def update(self):
         return self.scaler.update()
 
-    def new_scale(self, value: float, kind: str) -> Any:
+    def new_scale(self, value: float, kind: str):
         dtype = getattr(torch, kind)
         return self.scaler.update(value if kind == "float" else torch.full((), value, dtype=dtype))
 
-    def zero_grad(self, index: int, set_to_none: bool) -> None:
+    def zero_grad(self, index: int, set_to_none: bool):
         self.optimizers[index].zero_grad(set_to_none=set_to_none)
 
-    def step_alone(self, index: int) -> Any:
+    def step_alone(self, index: int):
         return self.optimizers[index].step()
 
-    def clip(self, index: int) -> Any:
+    def clip(self, index: int):
         chosen = [each for each in self.models[index][self._sparse[index] :] if each.grad is not None]
         return torch.nn.utils.clip_grad_norm_(chosen, 0.5) if chosen else None
 
-    def get_scale(self) -> Any:
+    def get_scale(self):
         return self.scaler.get_scale()
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         self._saved = self.scaler.state_dict()
         return self._saved
 
-    def load(self, what: str) -> Any:
+    def load(self, what: str):
         saved = {"saved": self._saved or SAVED, "incomplete": {"scale": 64.0}, "empty": {}}[what]
         return self.scaler.load_state_dict(dict(saved))
 
-    def restore(self) -> None:
+    def restore(self):
         state = self.scaler.state_dict()
         self.scaler = self._make()
         self.scaler.load_state_dict(state)
 
-    def pickle(self) -> None:
+    def pickle(self):
         self.scaler = pickle.loads(pickle.dumps(self.scaler))
 
-    def deepcopy(self) -> None:
+    def deepcopy(self):
         self.scaler = copy.deepcopy(self.scaler)
 
-    def set(self, name: str, value: float) -> Any:
+    def set(self, name: str, value: float):
         return getattr(self.scaler, f"set_{name}")(value)
 
-    def spoil(self, index: int, value: float) -> None:
+    def spoil(self, index: int, value: float):
         gradient = self.models[index][0].grad
         if gradient is not None:
             (gradient._values() if gradient.is_sparse else gradient).view(-1)[0] = value
 
-    def without(self, index: int) -> None:
+    def without(self, index: int):
         self.models[index][0].grad = None
 
-    def judge(self, index: int) -> Any:
+    def judge(self, index: int):
         return {str(device): flag for device, flag in self.scaler._check_inf_per_device(self.optimizers[index]).items()}
 
-    def found(self, index: int) -> Any:
+    def found(self, index: int):
         return {str(device): flag for device, flag in self.scaler._found_inf_per_device(self.optimizers[index]).items()}
 
-    def seen(self) -> dict[str, Any]:
+    def seen(self):
         return {
             "scale": self.scaler.get_scale(),
             "tracker": self.scaler._get_growth_tracker(),
@@ -302,7 +302,7 @@ class Side:
             "private": self._private() if self.scaler.is_enabled() else None,
         }
 
-    def _private(self) -> list[Any]:
+    def _private(self):
         """Return the tensors of the state, and each optimizer's stage and verdicts, without making an entry."""
         seen = [self.scaler._scale, self.scaler._growth_tracker]
         for optimizer in self.optimizers:
@@ -312,7 +312,7 @@ class Side:
             seen.append(("READY" if state is None else state["stage"].name, told))
         return seen
 
-    def try_to(self, call: Call) -> tuple[Any, Exception | None]:
+    def try_to(self, call: Call):
         try:
             return self.call(*call), None
         except Exception as error:
@@ -322,11 +322,11 @@ class Side:
 class Known:
     """What differs on purpose, and so is not called."""
 
-    def __init__(self, plan: Plan, theirs: Side) -> None:
+    def __init__(self, plan: Plan, theirs: Side):
         self._plan, self._theirs = plan, theirs
         self._is_loaded = self._is_looked_at = self._is_under_way = False
 
-    def differs(self, name: str, *arguments: Any) -> bool:
+    def differs(self, name: str, *arguments) -> bool:
         """Return whether a call is left out, and note one that is not."""
         scaler = self._theirs.scaler
         if self._plan.enabled and self._is_other(scaler, name, *arguments):
@@ -339,7 +339,7 @@ class Known:
         self._is_looked_at = name in ("judge", "found") or (self._is_looked_at and name not in ("update", "new_scale"))
         return False
 
-    def _is_other(self, scaler: Any, name: str, *arguments: Any) -> bool:
+    def _is_other(self, scaler, name: str, *arguments) -> bool:
         if name == "set" and arguments[0] == "growth_interval":
             # torch's does not grow before the next overflow if the run is as long already.
             return bool(arguments[1] <= scaler._get_growth_tracker())
@@ -357,7 +357,7 @@ class Known:
         return name in ("pickle", "deepcopy") and self._is_looked_at
 
 
-def assert_same_errors(ours: Exception | None, theirs: Exception | None) -> None:
+def assert_same_errors(ours: Exception | None, theirs: Exception | None):
     """Assert that both raised nothing, or errors that one ``except`` catches."""
     assert (ours is None) == (theirs is None), f"ours {ours!r}, torch's {theirs!r}"
     if ours is None or type(ours) is type(theirs):
@@ -392,7 +392,7 @@ def run_both(plan: Plan, makers: list[Callable[..., Any]]) -> bool:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("share", [0, *later("ranks", *range(1, 10))])
-def test_random_programs_give_torchs_values_and_errors(share: int) -> None:
+def test_random_programs_give_torchs_values_and_errors(share: int):
     failed = [run_both(Chance(seed).plan(), MAKERS) for seed in range(share, examples(PROGRAMS), 10)]
     # Both kinds of programs are there.
     assert 0.1 < sum(failed) / len(failed) < 0.9
@@ -400,7 +400,7 @@ def test_random_programs_give_torchs_values_and_errors(share: int) -> None:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_random_loops_with_the_sharded_scaler_are_torchs() -> None:
+def test_random_loops_with_the_sharded_scaler_are_torchs():
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
     makers = [functools.partial(make, "cpu") for make in (ShardedGradScaler, TorchSharded)]
@@ -409,7 +409,7 @@ def test_random_loops_with_the_sharded_scaler_are_torchs() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_report_tells_the_scale_that_the_sharded_scaler_rounds_as_torchs() -> None:
+def test_a_report_tells_the_scale_that_the_sharded_scaler_rounds_as_torchs():
     reports: list[gradscale.UpdateReport] = []
     scaler = ShardedGradScaler(
         "cpu", growth_factor=1.1, backoff_factor=0.9, growth_interval=1, on_update=reports.append
@@ -425,17 +425,17 @@ def test_a_report_tells_the_scale_that_the_sharded_scaler_rounds_as_torchs() -> 
 
 
 class Inexact(TorchScaler):  # type: ignore[misc]
-    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16: bool):
         return super()._unscale_grads_(optimizer, torch.nextafter(inv_scale, torch.ones(())), found_inf, allow_fp16)
 
 
 class Silent(TorchScaler):  # type: ignore[misc]
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def step(self, optimizer, *args, **kwargs):
         super().step(optimizer, *args, **kwargs)
 
 
 @pytest.mark.parametrize("wrong", [Inexact, Silent, functools.partial(GradScaler, backoff_factor=0.25)])
-def test_a_difference_is_found(wrong: Any) -> None:
+def test_a_difference_is_found(wrong):
     calls: list[Call] = [("train", 0, None), ("step", 0), ("update",), ("train", 0, math.inf), ("step", 0), ("update",)]
     plan = Plan({}, True, ["SGD"], ["float32"], calls)
     assert not run_both(plan, MAKERS)
@@ -443,7 +443,7 @@ def test_a_difference_is_found(wrong: Any) -> None:
         run_both(plan, [functools.partial(wrong, "cpu"), MAKERS[1]])
 
 
-def test_a_different_error_is_found() -> None:
+def test_a_different_error_is_found():
     with pytest.raises(AssertionError, match="KeyError"):
         assert_same_errors(gradscale.CallOrderError(""), KeyError())
     with pytest.raises(AssertionError, match="None"):

@@ -72,7 +72,7 @@ def system_of(name: str) -> str:
     return PRESETS.get(name.partition("(")[0], name.partition(".")[0])
 
 
-def preset(name: str) -> Any:
+def preset(name: str):
     """Return the preset of a variant, with the parameters that it was recorded with."""
     system = system_of(name)
     known = {name: each.default for name, each in inspect.signature(getattr(presets, system)).parameters.items()}
@@ -88,7 +88,7 @@ def preset(name: str) -> Any:
     return presets.named(system, **settings)
 
 
-def trace(arrays: Library, rule: Any, sequence: str) -> list[Any]:
+def trace(arrays: Library, rule, sequence: str):
     """Return the scale after each step, ending in "raised" where an overflow exhausts the policy."""
     update: Callable[..., Any] = rule.update
     if arrays.name == "jax-jit":
@@ -111,7 +111,7 @@ def trace(arrays: Library, rule: Any, sequence: str) -> list[Any]:
     return got
 
 
-def nearest(recorded: list[Any]) -> list[Any]:
+def nearest(recorded: list[Any]):
     """Return a recorded trace in float32, with "raised" in place of the original's exception."""
     return ["raised" if isinstance(value, dict) else float(np.float32(value)) for value in recorded]
 
@@ -119,7 +119,7 @@ def nearest(recorded: list[Any]) -> list[Any]:
 VARIANTS = [name for name in RECORDED if name not in NOT_EXPRESSED]
 
 
-def test_no_variant_is_left_out() -> None:
+def test_no_variant_is_left_out():
     assert len(RECORDED) == 43
     assert len(VARIANTS) == 42
     assert all(set(recorded) == set(SEQUENCES) for recorded in RECORDED.values())
@@ -128,7 +128,7 @@ def test_no_variant_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_scale_is_the_originals_after_each_step(arrays: Library, name: str) -> None:
+def test_the_scale_is_the_originals_after_each_step(arrays: Library, name: str):
     rule = preset(name)
     for sequence, steps in SEQUENCES.items():
         expected = nearest(RECORDED[name][sequence])
@@ -142,7 +142,7 @@ OWN_CLASS = [name for name in VARIANTS if name.startswith(("chainer", "guided"))
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("name", ["chainer", "guided", "megatron.DynamicGradScaler(h=2)"])
-def test_the_scale_is_the_originals_in_a_lazy_library(name: str) -> None:
+def test_the_scale_is_the_originals_in_a_lazy_library(name: str):
     """Dask takes milliseconds for an operation: some variants, and the beginning of a sequence."""
     variant = next(variant for variant in VARIANTS if variant.startswith(name))
     with opened("dask") as arrays:
@@ -151,11 +151,11 @@ def test_the_scale_is_the_originals_in_a_lazy_library(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_preset_is_a_setting_of_dynamic_scale_where_one_expresses_it(name: str) -> None:
+def test_a_preset_is_a_setting_of_dynamic_scale_where_one_expresses_it(name: str):
     assert (type(preset(name)) is DynamicScale) == (name not in OWN_CLASS)
 
 
-def test_a_wrong_rule_does_not_pass(strict: Library) -> None:
+def test_a_wrong_rule_does_not_pass(strict: Library):
     """Every preset is told apart from its neighbours by some sequence."""
     h2 = "(h=2)"
     wrong = {

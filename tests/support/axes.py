@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import shutil
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 from worlds import find_mpiexec
@@ -81,7 +81,7 @@ def _missing(name: str) -> str:
     return ""
 
 
-def require(name: str) -> Any:
+def require(name: str):
     """Return the library's module; without it skip the test with the reason, or fail if it is required."""
     reason = _missing(name)
     if reason:
@@ -108,13 +108,13 @@ def is_torch_2_6() -> bool:
     return version.startswith("2.6.")
 
 
-def leave_out_on_torch_2_6(reason: str) -> None:
+def leave_out_on_torch_2_6(reason: str):
     """Skip a test of what torch 2.6 cannot do."""
     if is_torch_2_6():
         pytest.skip(f"torch 2.6: {reason}")
 
 
-def leave_out_fsdp2() -> None:
+def leave_out_fsdp2():
     """Skip a test of FSDP2 with a torch whose FSDP2 does not run on CPUs."""
     leave_out_on_torch_2_6("its FSDP2 does not run on CPUs")
 

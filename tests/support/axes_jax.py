@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +18,13 @@ __all__ = [
 COUNT = 4
 """Host devices, which conftest.py asks for before JAX starts."""
 
-jax: Any = require("jax")
-jnp: Any = jax.numpy
-gradscale_jax: Any = importlib.import_module("gradscale_jax")
-P: Any = jax.sharding.PartitionSpec
+jax = require("jax")
+jnp = jax.numpy
+gradscale_jax = importlib.import_module("gradscale_jax")
+P = jax.sharding.PartitionSpec
 
 
-def devices(count: int = COUNT) -> list[Any]:
+def devices(count: int = COUNT):
     """Return host devices; fail when JAX was started with fewer, which some earlier import must have done."""
     found = jax.devices("cpu")
     if len(found) < count:
@@ -33,18 +32,18 @@ def devices(count: int = COUNT) -> list[Any]:
     return list(found[:count])
 
 
-def mesh(*names: str, shape: tuple[int, ...] = (COUNT,), kind: str = "Auto") -> Any:
+def mesh(*names: str, shape: tuple[int, ...] = (COUNT,), kind: str = "Auto"):
     """Return a mesh of host devices with named axes, for ``jax.shard_map`` and ``NamedSharding``."""
     kinds = (getattr(jax.sharding.AxisType, kind),) * len(names)
     return jax.sharding.Mesh(np.asarray(devices(math.prod(shape))).reshape(shape), names, axis_types=kinds)
 
 
-def on_mesh(x: Any, *spec: Any, kind: str = "Auto") -> Any:
+def on_mesh(x, *spec, kind: str = "Auto"):
     """Return an array on the devices of the axis ``data``: replicated, or split as a specification says."""
     return jax.device_put(x, jax.sharding.NamedSharding(mesh("data", kind=kind), P(*spec)))
 
 
-def assert_one_reduction(mapped: Any, *given: Any) -> None:
+def assert_one_reduction(mapped, *given):
     """Assert that a function over the devices, compiled, sends one message: of 21 int32."""
     compiled = jax.jit(mapped).lower(*given).compile().as_text()
     (found,) = (line for line in compiled.splitlines() if " all-reduce(" in line or " all-reduce-start(" in line)

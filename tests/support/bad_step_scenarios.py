@@ -14,7 +14,7 @@ RULE = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
 TIMEOUT = 60.0  # seconds
 
 
-def trained(group: Any, library: str, steps: int = 0, **settings: Any) -> Trainer:
+def trained(group, library: str, steps: int = 0, **settings) -> Trainer:
     """Return a trainer of one optimizer with a rule, after usual steps."""
     trainer = Trainer(group, library, 1, **{"timeout": TIMEOUT, "skip": RULE} | settings)
     for _ in range(steps):
@@ -24,7 +24,7 @@ def trained(group: Any, library: str, steps: int = 0, **settings: Any) -> Traine
 
 def iterate(
     trainer: Trainer, value: float | None, *, refuses: bool = False, gradient: float = 1.0, explicit: bool = False
-) -> Any:
+):
     """Make one iteration with a loss, or with None on a rank without one; return the report."""
     scaler, (optimizer,), before = trainer.scaler, trainer.optimizers, trainer.steps
     if value is not None:
@@ -41,7 +41,7 @@ def iterate(
     return report
 
 
-def bad_on(group: Any, bad_rank: int, reason: str, library: str, explicit: bool) -> Any:
+def bad_on(group, bad_rank: int, reason: str, library: str, explicit: bool):
     """Let one rank see a spike or refuse a step, between usual ones, beside a lower rank that does so, too."""
     rank, size = rank_and_size(group)
     trainer = trained(group, library, 5, init_scale=4.0, growth_interval=1)
@@ -57,7 +57,7 @@ def bad_on(group: Any, bad_rank: int, reason: str, library: str, explicit: bool)
     return trainer.scaler.state_dict()
 
 
-def gravest(group: Any, library: str) -> Any:
+def gravest(group, library: str):
     """Let the first rank see a spike, the second refuse the step and then the last have an overflow."""
     rank, size = rank_and_size(group)
     trainer = trained(group, library, 5, init_scale=4.0)
@@ -69,11 +69,21 @@ def gravest(group: Any, library: str) -> Any:
     return trainer.scaler.state_dict()
 
 
-def without_a_loss(group: Any, library: str) -> Any:
+def counted(group, bad_rank: int):
+    """Let one rank have an overflow, see a spike and refuse a step."""
+    rank, _ = rank_and_size(group)
+    trainer = trained(group, "numpy", 5)
+    iterate(trainer, 1.0, gradient=np.inf if rank == bad_rank else 1.0)
+    iterate(trainer, 50.0 if rank == bad_rank else 1.0)
+    iterate(trainer, 1.0, refuses=rank == bad_rank)
+    assert trainer.scaler.counts() == {"taken": 5, "overflow": 1, "spike": 1, "refused": 1}
+
+
+def without_a_loss(group, library: str):
     """Let the last rank alone have a loss, as in a pipeline."""
     rank, size = rank_and_size(group)
     is_last = rank == size - 1
-    backend: Any = {} if library == "torch" else {"backend": library}
+    backend = {} if library == "torch" else {"backend": library}
     trainer = trained(group, library, policy=gradscale.StaticScale(1.0), **backend)
     for _ in range(5):
         iterate(trainer, 1.0 if is_last else None)
@@ -82,7 +92,7 @@ def without_a_loss(group: Any, library: str) -> Any:
     return report
 
 
-def another_rule(group: Any, odd_rank: int) -> str:
+def another_rule(group, odd_rank: int) -> str:
     """Let one rank hold another rule."""
     rank, _ = rank_and_size(group)
     rule = gradscale.SkipSpikes(window=9) if rank == odd_rank else RULE
@@ -90,7 +100,7 @@ def another_rule(group: Any, odd_rank: int) -> str:
     return str(error).partition("settings: ")[2]
 
 
-def refused_too_late(group: Any) -> None:
+def refused_too_late(group):
     """Refuse a step of which the other ranks have heard, which is then made."""
     trainer = trained(group, "numpy", 1, skip=None)
     scaler, (optimizer,) = trainer.scaler, trainer.optimizers
@@ -101,7 +111,7 @@ def refused_too_late(group: Any) -> None:
     assert scaler.last_step(optimizer).reason == "stepped"
 
 
-def declined(group: Any, bad_rank: int | None, library: str) -> Any:
+def declined(group, bad_rank: int | None, library: str):
     """Let the optimizer of one rank, or of each, make no step of its own accord; one alone is named to all ranks."""
     rank, size = rank_and_size(group)
     trainer = trained(group, library, 2, init_scale=4.0, growth_interval=3, skip=None)
@@ -134,22 +144,22 @@ def declined(group: Any, bad_rank: int | None, library: str) -> Any:
 class Momentum:
     """SGD with momentum, of NumPy."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.weights, self.momentum = np.ones(3, np.float32), np.zeros(3, np.float32)
         self.grads: Any = None
 
-    def step(self) -> None:
+    def step(self):
         """Move the weights."""
         self.momentum = np.float32(0.9) * self.momentum + self.grads[0]
         self.weights = self.weights - np.float32(0.1) * self.momentum
 
 
-def _guarded_parts(group: Any, library: str, **settings: Any) -> tuple[Any, Any, Any, Any]:
+def _guarded_parts(group, library: str, **settings):
     """Return a guard, an optimizer, what sets its gradient from a number, and what returns its weights as bytes."""
     if library == "numpy":
         small = Momentum()
 
-        def give(value: float) -> None:
+        def give(value: float):
             small.grads = [small.weights * np.float32(value)]
 
         return (
@@ -165,7 +175,7 @@ def _guarded_parts(group: Any, library: str, **settings: Any) -> tuple[Any, Any,
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=library == "torch fused")
 
-    def give_tensor(value: float) -> None:
+    def give_tensor(value: float):
         weight.grad = weight.detach() * value
 
     # All ranks of torch.distributed, if it is that of this world.
@@ -174,7 +184,7 @@ def _guarded_parts(group: Any, library: str, **settings: Any) -> tuple[Any, Any,
     return guard, optimizer, give_tensor, lambda: weight.detach().view(torch.int16).numpy().tobytes()
 
 
-def guarded(group: Any, bad_rank: int, bad: str, library: str) -> Any:
+def guarded(group, bad_rank: int, bad: str, library: str):
     """Give one rank a bad batch: the weights are to the bit those of a run without it, and the guard can be resumed."""
     rank, size = rank_and_size(group)
     guard, optimizer, give, weights = _guarded_parts(group, library, skip=RULE, give_up_after=2)
@@ -214,7 +224,7 @@ def guarded(group: Any, bad_rank: int, bad: str, library: str) -> Any:
     return guard.counts(), size
 
 
-def left_out(group: Any, bad_rank: int, reason: str) -> Any:
+def left_out(group, bad_rank: int, reason: str):
     """Let the bad rank alone leave out a step that no rank makes, beside two that all make."""
     rank, _ = rank_and_size(group)
     trainer = trained(group, "numpy", 5, init_scale=4.0)
@@ -244,7 +254,7 @@ def losses_of(rank: int, steps: int) -> Iterator[float]:
         yield float(np.float32(level + noise + (30.0 if generator.random() < 0.01 else 0.0)))
 
 
-def decisions(group: Any, library: str, steps: int) -> list[tuple[str, int | None]]:
+def decisions(group, library: str, steps: int) -> list[tuple[str, int | None]]:
     """Return how each of many steps with other losses on each rank ended; one message each."""
     counting = Counting(group)
     trainer = trained(counting, library, policy=gradscale.StaticScale(1.0))

@@ -25,12 +25,12 @@ class Batch:
         Takes a number of ranks, and returns all cases for it.
     """
 
-    def __init__(self, module: str, cases: Callable[[int], Sequence[Case]]) -> None:
+    def __init__(self, module: str, cases: Callable[[int], Sequence[Case]]):
         self._module = module
         self._cases = cases
         self._answers: dict[int, dict[Case, list[Any]]] = {}
 
-    def answer(self, size: int, *case: Any) -> list[Any]:
+    def answer(self, size: int, *case):
         """Return what each rank returned for a case, after asserting that none has raised in any."""
         if size not in self._answers:
             # So that a world that cannot be run fails each test at once.

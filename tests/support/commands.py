@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 __all__ = ["python", "ran"]
 
@@ -23,6 +22,6 @@ def ran(
     )
 
 
-def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def python(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
     """Run this Python, as ``ran`` does."""
     return ran(sys.executable, *arguments, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from axes import leave_out_gpu, require
@@ -14,7 +13,7 @@ __all__ = ["launch_counter", "require_cupy", "require_device_count", "stall"]
 _STALL = 'extern "C" __global__ void stall(int ms) { for (int k = 0; k < ms; ++k) __nanosleep(1000000); }'
 
 
-def require_cupy() -> Any:
+def require_cupy():
     """Return CuPy on a machine with CUDA; elsewhere skip the test with the reason."""
     cupy = require("cupy")
     try:
@@ -26,7 +25,7 @@ def require_cupy() -> Any:
     return cupy
 
 
-def require_device_count(cupy: Any, wanted: int) -> None:
+def require_device_count(cupy, wanted: int):
     """Skip the test where there are fewer devices."""
     count = cupy.cuda.runtime.getDeviceCount()
     if count < wanted:
@@ -41,6 +40,6 @@ def launch_counter() -> Callable[[], int]:
     return count
 
 
-def stall(cupy: Any, milliseconds: int) -> None:
+def stall(cupy, milliseconds: int):
     """Keep the current stream busy for about so long; the host goes on."""
     cupy.RawKernel(_STALL, "stall")((1,), (1,), (cupy.int32(milliseconds),))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from momentum import Momentum, of, overflow
@@ -12,7 +11,7 @@ from scenarios import SGD, begun, gradients, loss, raised, rank_and_size
 import gradscale
 
 
-def bad_on(group: Any, bad_rank: int, library: str, when: str) -> Any:
+def bad_on(group, bad_rank: int, library: str, when: str):
     """Gather a diagnosis before or after a step in which one rank holds a NaN, which it names."""
     rank, scaler, optimizer = begun(group)
     optimizer.grads = gradients(library)
@@ -37,7 +36,7 @@ def bad_on(group: Any, bad_rank: int, library: str, when: str) -> Any:
     return report.to_dict()
 
 
-def on_overflow(group: Any, bad_rank: int, bad_loss: bool) -> Any:
+def on_overflow(group, bad_rank: int, bad_loss: bool):
     """Let the scaler gather by itself when a step is skipped."""
     rank, scaler, optimizer = begun(group, diagnose="on_overflow")
     optimizer.grads = gradients("numpy", np.inf if rank == bad_rank else 1.0)
@@ -49,7 +48,7 @@ def on_overflow(group: Any, bad_rank: int, bad_loss: bool) -> Any:
     return report.to_dict()
 
 
-def broken_on(group: Any, bad_rank: int, place: str, library: str) -> dict[str, Any]:
+def broken_on(group, bad_rank: int, place: str, library: str):
     """Gather a search of weights and a state, of which one array is bad on one rank, or on all for rank -1."""
     rank, scaler, optimizer = begun(group)
     scaler.scale(loss(library))
@@ -73,7 +72,7 @@ def broken_on(group: Any, bad_rank: int, place: str, library: str) -> dict[str, 
     return report.to_dict()
 
 
-def found_by_itself_on(group: Any, bad_rank: int, place: str) -> list[Any]:
+def found_by_itself_on(group, bad_rank: int, place: str):
     """Break the model on one rank, and let another one overflow three times."""
     rank, scaler, _ = begun(group, diagnose="on_overflow")
     optimizer = Momentum()
@@ -89,7 +88,7 @@ def found_by_itself_on(group: Any, bad_rank: int, place: str) -> list[Any]:
     return [report.to_dict() for report in reports]
 
 
-def nothing_on(group: Any, empty_rank: int) -> Any:
+def nothing_on(group, empty_rank: int):
     """Gather where one rank has seen no array at all."""
     rank, scaler, _ = begun(group, backend="numpy")
     if rank != empty_rank:
@@ -99,7 +98,7 @@ def nothing_on(group: Any, empty_rank: int) -> Any:
     return report.to_dict()
 
 
-def many(group: Any, count: int) -> Any:
+def many(group, count: int):
     """Gather more parameters than a report lists: it keeps the worst."""
     rank, scaler, _ = begun(group)
     size = rank_and_size(group)[1]
@@ -116,12 +115,12 @@ def many(group: Any, count: int) -> Any:
     return report.to_dict()
 
 
-def refused_on(group: Any, bad_rank: int, kind: str) -> None:
+def refused_on(group, bad_rank: int, kind: str):
     """Give one rank too few names, names that fail, or a gradient that is none: all are told, and can go on."""
     rank, scaler, optimizer = begun(group, backend="numpy")
     scaler.scale(np.float32(1.0))
     optimizer.grads = gradients("numpy")
-    names: Any = None if kind == "gradient" else ["a", "b", "c"]
+    names = None if kind == "gradient" else ["a", "b", "c"]
     if rank == bad_rank and kind == "gradient":
         optimizer.grads = [np.array(["text"])]
     elif rank == bad_rank:
@@ -138,7 +137,7 @@ def refused_on(group: Any, bad_rank: int, kind: str) -> None:
     scaler.step(optimizer)
 
 
-def scaled_on(group: Any, scaling_rank: int) -> Any:
+def scaled_on(group, scaling_rank: int):
     """Call ``scale`` on one rank alone, as a pipeline does; gather in the second iteration and after it."""
     rank, scaler, optimizer = begun(group)
     reports = []

@@ -39,7 +39,7 @@ def calls(odd: str, others: str) -> tuple[str, ...]:
     return held("the call itself", CALLS[odd], CALLS[others])
 
 
-def refuse(trainer: Trainer) -> None:
+def refuse(trainer: Trainer):
     """Give the first optimizer a gradient that is none."""
     optimizer = trainer.optimizers[0]
     if trainer.library not in PLAIN:
@@ -49,7 +49,7 @@ def refuse(trainer: Trainer) -> None:
         optimizer.grads = [1.0]
 
 
-def leave_out(trainer: Trainer, is_odd: bool) -> None:
+def leave_out(trainer: Trainer, is_odd: bool):
     """Unscale, and step on the others."""
     trainer.scaler.unscale_(trainer.optimizers[0])
     if not is_odd:
@@ -57,7 +57,7 @@ def leave_out(trainer: Trainer, is_odd: bool) -> None:
     trainer.scaler.update()
 
 
-def step_refused(trainer: Trainer, is_odd: bool) -> None:
+def step_refused(trainer: Trainer, is_odd: bool):
     """Step what cannot be unscaled on the odd rank."""
     if is_odd:
         refuse(trainer)
@@ -67,7 +67,7 @@ def step_refused(trainer: Trainer, is_odd: bool) -> None:
 def clipped(odd: tuple[Any, str] | None, others: tuple[Any, str], refuses: bool = False) -> Callable[..., None]:
     """Return what clips to a norm, to another one on the odd rank or to none, and over the rank or the group."""
 
-    def clip(trainer: Trainer, is_odd: bool) -> None:
+    def clip(trainer: Trainer, is_odd: bool):
         if is_odd and refuses:
             refuse(trainer)
         asked = odd if is_odd else others
@@ -78,30 +78,30 @@ def clipped(odd: tuple[Any, str] | None, others: tuple[Any, str], refuses: bool 
     return clip
 
 
-def averaged_later(trainer: Trainer, is_odd: bool) -> None:
+def averaged_later(trainer: Trainer, is_odd: bool):
     """Clip each rank's own gradients, which its optimizer would average in its step."""
     trainer.fill(2.0 * 65536.0 if is_odd else 65536.0)
     trainer.scaler.unscale_(trainer.optimizers[0], max_norm=1.0, norm_over="rank")
     trainer.scaler.step(trainer.optimizers[0])
 
 
-def agreed(trainer: Trainer, is_odd: bool) -> None:
+def agreed(trainer: Trainer, is_odd: bool):
     """Agree without a scaler on the odd rank."""
     agree = agreeing(trainer.group, trainer.library.split()[0])
     if is_odd:
         agree()
 
 
-def diagnosed(trainer: Trainer, is_odd: bool) -> None:
+def diagnosed(trainer: Trainer, is_odd: bool):
     """Diagnose on the odd rank."""
     if is_odd:
         trainer.scaler.diagnose(trainer.optimizers[0], gather=True)
 
 
-def loaded(**values: Any) -> Callable[..., None]:
+def loaded(**values) -> Callable[..., None]:
     """Return what resumes from another checkpoint on the odd rank."""
 
-    def load(trainer: Trainer, is_odd: bool) -> None:
+    def load(trainer: Trainer, is_odd: bool):
         trainer.scaler.step(trainer.optimizers[0])
         trainer.scaler.update()
         saved = trainer.scaler.state_dict()
@@ -110,13 +110,13 @@ def loaded(**values: Any) -> Callable[..., None]:
     return load
 
 
-def reset(trainer: Trainer, is_odd: bool) -> None:
+def reset(trainer: Trainer, is_odd: bool):
     """Have another growth interval on the odd rank."""
     if is_odd:
         trainer.scaler.set_growth_interval(7)
 
 
-def left_open(trainer: Trainer, is_odd: bool) -> None:
+def left_open(trainer: Trainer, is_odd: bool):
     """Leave an update out on the odd rank, which steps its next optimizer."""
     trainer.scaler.step(trainer.optimizers[0])
     if not is_odd:
@@ -164,14 +164,14 @@ DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, ...]]
 """What differs in the second iteration of two optimizers, and what the ranks are told."""
 
 
-def agreeing(group: Any, library: str) -> Callable[[], Any]:
+def agreeing(group, library: str):
     """Return a call of a GroupAgreement."""
     policy = gradscale.DynamicScale()
     agree, state = agreement(group, policy), policy.init(loss(library))
     return lambda: agree(gradscale.unscale(gradients(library), state)[1], state)
 
 
-def differ(group: Any, odd_rank: int, what: str, library: str) -> None:
+def differ(group, odd_rank: int, what: str, library: str):
     """Do something differently on one rank; each is told of it by a ScaleDesyncError that names it, and can go on."""
     rank, size = rank_and_size(group)
     is_odd = rank == odd_rank
@@ -182,27 +182,59 @@ def differ(group: Any, odd_rank: int, what: str, library: str) -> None:
     saved = trainer.scaler.state_dict()
     trainer.refill()
 
-    def train() -> None:
+    def train():
         difference(trainer, is_odd)
         trainer.iterate()
 
     if told is not REFUSED or not is_odd:
         raised(gradscale.ScaleDesyncError, train, *said, f"rank {rank} of {size}")
     else:
-        kinds: Any = (gradscale.InvalidTypeError, gradscale.InvalidValueError)
+        kinds = (gradscale.InvalidTypeError, gradscale.InvalidValueError)
         raised(kinds, train)
     # A checkpoint on every rank mends it, whatever each has counted since; torch's have no counts.
-    if what not in ("one more", "step left out"):
-        # Also a scaler that has not failed by itself.
-        trainer.scaler.set_group(group)
-    names = list(saved)[:5] if what == "step left out" else saved
+    names = list(saved)[:5] if odd_rank == 0 else saved
     trainer.scaler.load_state_dict({name: saved[name] for name in names})
     trainer.optimizers = [*trainer.optimizers[:2], trainer.optimizer()]
     trainer.iterate((1, 0, 2))
     trainer.iterate((0, 2, 1))
 
 
-def swapped_scalers(group: Any, odd_rank: int, library: str) -> None:
+PLACES: dict[str, Callable[[Trainer], Callable[[], object]]] = {
+    "in a GroupAgreement": lambda trainer: agreeing(trainer.group, "numpy"),
+    "in another scaler": lambda trainer: Trainer(trainer.group, "numpy").iterate,
+    "in a diagnosis": lambda trainer: lambda: trainer.scaler.diagnose(trainer.optimizers[0], gather=True),
+    "in a step": lambda trainer: lambda: trainer.scaler.step(trainer.optimizers[1]),
+    "in the load": lambda trainer: lambda: trainer.scaler.unscale_(trainer.optimizers[1]),
+}
+"""What the odd rank calls while the others step the first optimizer, and so where it learns that ranks differ."""
+
+
+def loaded_after_a_difference(group, odd_rank: int, place: str, keys: str):
+    """Load one checkpoint on every rank after a difference that the odd rank has met elsewhere than the others."""
+    rank, size = rank_and_size(group)
+    trainer = Trainer(group, "numpy")
+    # Made on every rank, as scalers over a group are to be.
+    call = PLACES[place](trainer)
+    trainer.iterate()
+    saved = trainer.scaler.state_dict()
+    trainer.iterate()
+    trainer.refill()
+    if rank != odd_rank:
+        call = lambda: trainer.scaler.step(trainer.optimizers[0])  # noqa: E731
+    if rank == odd_rank and place == "in the load":
+        call()
+    else:
+        raised(gradscale.ScaleDesyncError, call, f"rank {rank} of {size}")
+    names = {"all": list(saved), "no counts": [key for key in saved if key != "counts"], "torch's": list(saved)[:5]}
+    trainer.scaler.load_state_dict({name: saved[name] for name in names[keys]})
+    # In another order than before, with an optimizer that is new.
+    trainer.optimizers.append(trainer.optimizer())
+    for order in ((1, 2, 0), (0, 1, 2)):
+        trainer.iterate(order)
+    return trainer.scaler.state_dict()
+
+
+def swapped_scalers(group, odd_rank: int, library: str):
     """Use two scalers over one group, in another order on the odd rank from the first iteration on."""
     rank, size = rank_and_size(group)
     trainers = [Trainer(group, library, 1) for _ in range(2)]
@@ -219,7 +251,7 @@ def swapped_scalers(group: Any, odd_rank: int, library: str) -> None:
 # Legal programs.
 
 
-def legal(group: Any, odd_rank: int, library: str) -> None:
+def legal(group, odd_rank: int, library: str):
     """Do what ranks may do differently, and much that they must do alike."""
     rank, _ = rank_and_size(group)
     is_odd = rank == odd_rank
@@ -248,7 +280,7 @@ def legal(group: Any, odd_rank: int, library: str) -> None:
     assert (float(saved["scale"]), int(saved["_growth_tracker"])) == (65536.0, 5)
 
 
-def resumed(group: Any, odd_rank: int, library: str) -> Any:
+def resumed(group, odd_rank: int, library: str):
     """Load one checkpoint on every rank, though the odd rank has scaled before, and then scale on one rank alone."""
     rank, _ = rank_and_size(group)
     is_odd = rank == odd_rank
@@ -290,7 +322,7 @@ def resumed(group: Any, odd_rank: int, library: str) -> Any:
     return scaler.state_dict()
 
 
-def pipelined(group: Any, odd_rank: int, library: str) -> Any:
+def pipelined(group, odd_rank: int, library: str):
     """Scale on the odd rank alone, which has no gradients of the first optimizer, at first and after a load."""
     rank, _ = rank_and_size(group)
     trainer = Trainer(group, library, init_scale=8.0)
@@ -316,7 +348,7 @@ def pipelined(group: Any, odd_rank: int, library: str) -> Any:
     return scaler.state_dict()
 
 
-def loaded_alone(group: Any, odd_rank: int) -> Any:
+def loaded_alone(group, odd_rank: int):
     """Load its own state between two iterations on the odd rank."""
     rank, _ = rank_and_size(group)
     trainer = Trainer(group, "numpy")
@@ -327,7 +359,7 @@ def loaded_alone(group: Any, odd_rank: int) -> Any:
     return trainer.scaler.state_dict()
 
 
-def stalled(group: Any, odd_rank: int, library: str) -> Any:
+def stalled(group, odd_rank: int, library: str):
     """Overflow on the odd rank in every iteration; all ranks give up in the same one."""
     rank, _ = rank_and_size(group)
     trainer = Trainer(group, library, 1, give_up_after=20, warn_after=None)
@@ -342,7 +374,7 @@ def stalled(group: Any, odd_rank: int, library: str) -> Any:
     return str(words).partition(". ")[0], trainer.scaler.state_dict()
 
 
-def skipped_step_left_out(group: Any, odd_rank: int, library: str) -> Any:
+def skipped_step_left_out(group, odd_rank: int, library: str):
     """Leave out on the odd rank the step of the first optimizer that all ranks skip, before the next is stepped."""
     rank, _ = rank_and_size(group)
     trainer = Trainer(group, library)
@@ -357,18 +389,18 @@ def skipped_step_left_out(group: Any, odd_rank: int, library: str) -> Any:
     return trainer.scaler.state_dict()
 
 
-def closure_without_scale(group: Any, odd_rank: int, evaluation: int) -> None:
+def closure_without_scale(group, odd_rank: int, evaluation: int):
     """Step with a closure that calls ``scale`` on the odd rank alone, and in one evaluation nowhere; all are told."""
 
     class Evaluating(SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             return [closure() for _ in range(3)]
 
     rank, _ = rank_and_size(group)
     scaler = gradscale.ShardedGradScaler(group=group, timeout=TIMEOUT, init_scale=4.0)
     optimizer, evaluations = Evaluating(None), []
 
-    def closure() -> None:
+    def closure():
         evaluations.append(1)
         # As in a pipeline, of which one stage has a loss.
         if rank == odd_rank and len(evaluations) != evaluation:
@@ -383,12 +415,12 @@ def closure_without_scale(group: Any, odd_rank: int, evaluation: int) -> None:
 # What needs groups of its own.
 
 
-def other_version(group: Any, odd_rank: int, version: str, kind: str) -> None:
+def other_version(group, odd_rank: int, version: str, kind: str):
     """Run another version on the odd rank; all are told, now and again, until they have a group of one version."""
     rank, size = rank_and_size(group)
     own = gradscale.__version__
     given = [fresh(group), fresh(group)] if kind == "list" else fresh(group)
-    again: Any = gradscale.ScaleDesyncError
+    again = gradscale.ScaleDesyncError
     if kind == "agreement":
         call, again = agreeing(given, "numpy"), gradscale.BackendError
     else:
@@ -403,7 +435,7 @@ def other_version(group: Any, odd_rank: int, version: str, kind: str) -> None:
         call()
 
 
-def interleaved(group: Any, odd_rank: int, program: str, library: str) -> None:
+def interleaved(group, odd_rank: int, program: str, library: str):
     """Make the calls of a program on the odd rank while ranks hold two scales; each says so, and no process ends."""
     rank, size = rank_and_size(group)
     is_odd = rank == odd_rank
@@ -413,7 +445,7 @@ def interleaved(group: Any, odd_rank: int, program: str, library: str) -> None:
     trainer.refill()
     steps = tuple(f"step {number}" for number in range(3))
 
-    def train() -> None:
+    def train():
         for call in PROGRAMS[program] if is_odd else steps:
             name, number = call.split()
             optimizer = trainer.optimizers[int(number)]
@@ -445,7 +477,7 @@ PROGRAMS = ANSWERED | {
 """And what it calls so that it waits for another answer first."""
 
 
-def grid_in_another_order(groups: list[Any], is_odd: bool, is_told: bool, library: str, settings: Any) -> None:
+def grid_in_another_order(groups: list[Any], is_odd: bool, is_told: bool, library: str, settings):
     """Agree over the rows and columns of a grid, in another order on the odd rank."""
     trainer = Trainer(groups[::-1] if is_odd else groups, library, 1, **settings)
     if is_told:

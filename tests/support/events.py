@@ -10,12 +10,12 @@ __all__ = ["tell", "wait_for"]
 _LIMIT = 60.0  # seconds
 
 
-def tell(folder: str, event: str, rank: int) -> None:
+def tell(folder: str, event: str, rank: int):
     """Say that something has happened on a rank."""
     Path(folder, f"{event}-{rank}").touch()
 
 
-def wait_for(folder: str, event: str, ranks: int) -> None:
+def wait_for(folder: str, event: str, ranks: int):
     """Wait until something has happened on so many ranks."""
     begin = time.monotonic()
     while len(list(Path(folder).glob(f"{event}-*"))) < ranks:

@@ -70,7 +70,7 @@ def oracle(source: Array, out_type: np.dtype[Any], inverse: float | np.float32) 
         return result, bool(np.any(~isfinite(result)))
 
 
-def assert_same(actual: Array, expected: Array) -> None:
+def assert_same(actual: Array, expected: Array):
     """Require the same shape, type, NaNs and bits."""
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype

@@ -39,25 +39,25 @@ UNDER_WAY = 1.2
 LONGER = TIMEOUT + 2.0
 
 
-def suspend(seconds: float, after: float = 0.0) -> None:
+def suspend(seconds: float, after: float = 0.0):
     """Let this process be suspended for some seconds, after others."""
     pid = os.getpid()
     command = f"sleep {after}; kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"
     subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL)
 
 
-def _suspend_here(seconds: float) -> None:
+def _suspend_here(seconds: float):
     """Be suspended at this very place."""
     with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], stdin=subprocess.DEVNULL):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _raise(_: Any = None) -> None:
+def _raise(_=None):
     msg = "this rank fails on purpose"
     raise ValueError(msg)
 
 
-def _suspend_all(is_faulty: bool) -> None:
+def _suspend_all(is_faulty: bool):
     # All of them in the midst of waiting for the faulty one, which comes soon after.
     suspend(LONGER, after=_UNTIL_SUSPENDED)
     if is_faulty:
@@ -83,13 +83,13 @@ HARMLESS = {"one suspended for a while", "all suspended for longer than the time
 """Of these comes the right result on all ranks; of others an error on all that live."""
 
 
-def _prepared(group: Any, kind: str) -> Trainer:
+def _prepared(group, kind: str) -> Trainer:
     # What is slow the first time is not equally slow on each rank.
     Trainer(group, kind, 1, timeout=60.0).iterate((0,))
     return Trainer(group, kind, 1, timeout=TIMEOUT)
 
 
-def fault(group: Any, name: str, faulty_rank: int, kind: str) -> None:
+def fault(group, name: str, faulty_rank: int, kind: str):
     """Make iterations with a fault in one of them; each ends in time, with the right result or an error."""
     rank, size = rank_and_size(group)
     trainer = _prepared(group, kind)
@@ -133,7 +133,7 @@ WAITING: dict[str, tuple[int | None, str, tuple[Any, str]]] = {
 }
 
 
-def _second(group: Any, operation: str, timeout: float) -> tuple[Callable[[], Any], Trainer | None]:
+def _second(group, operation: str, timeout: float):
     """Return an operation of the second iteration, after a first one, and whose step it is."""
     if operation == "construction":
         return lambda: gradscale.ShardedGradScaler(group=group, timeout=timeout), None
@@ -156,7 +156,7 @@ def _second(group: Any, operation: str, timeout: float) -> tuple[Callable[[], An
 
 
 @alone
-def absence(group: Any, operation: str, absent_rank: int, how: str, settings: dict[str, Any]) -> None:
+def absence(group, operation: str, absent_rank: int, how: str, settings: dict[str, Any]):
     """Let one rank raise before it comes to an operation, or come too late: a timeout on the others, who try twice."""
     (rank, size), timeout = rank_and_size(group), settings["timeout"]
     call, trainer = _second(group, operation, timeout)
@@ -182,13 +182,13 @@ def absence(group: Any, operation: str, absent_rank: int, how: str, settings: di
 
 
 @alone
-def suspended(group: Any, name: str, faulty_rank: int, kind: str) -> None:
+def suspended(group, name: str, faulty_rank: int, kind: str):
     """Do the same in processes that serve nothing else."""
     fault(group, name, faulty_rank, kind)
 
 
 @alone
-def forked(group: Any, forking_rank: int, kind: str) -> None:
+def forked(group, forking_rank: int, kind: str):
     """Step, and construct, in a child after fork, which is refused; and go on in the parents."""
     rank, size = rank_and_size(group)
     trainer = _prepared(group, kind)
@@ -210,7 +210,7 @@ def forked(group: Any, forking_rank: int, kind: str) -> None:
     assert (trainer.steps, trainer.scaler.get_scale()) == (2, 32768.0)
 
 
-def be_a_rank(folder: str, name: str, faulty_rank: str, kind: str) -> None:
+def be_a_rank(folder: str, name: str, faulty_rank: str, kind: str):
     """Be one rank under mpiexec."""
     from mpi4py import MPI
 
@@ -221,14 +221,14 @@ def be_a_rank(folder: str, name: str, faulty_rank: str, kind: str) -> None:
     os._exit(0)
 
 
-def wait_for_answers(folder: str, size: int) -> None:
+def wait_for_answers(folder: str, size: int):
     """Wait until all ranks but one have answered, or have had the time to."""
     end = time.monotonic() + 20.0
     while len(list(Path(folder).glob("*.pickle"))) < size - 1 and time.monotonic() < end:
         time.sleep(0.01)
 
 
-def main() -> None:
+def main():
     """Start a rank, so that the launcher does not learn of its death and leaves the others alone."""
     if sys.argv[1] == "rank":
         be_a_rank(*sys.argv[2:])

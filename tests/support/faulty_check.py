@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 from gradscale.scaler import claim as claims
 from gradscale.tools.cli import app, check, check_rank
@@ -20,14 +18,14 @@ IS_RANK = "--rank"
 class Deaf:
     """Collectives that answer that no gradient was bad, whatever the ranks have found."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner):
         self._inner = inner
         self.rank, self.size = inner.rank, inner.size
 
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
+    def start_max(self, x, /):
         finish = self._inner.start_max(x)
 
-        def answer() -> Any:
+        def answer():
             values = finish()
             # The comparison of the versions, which comes first, is shorter.
             if len(values) == claims.LENGTH:
@@ -38,25 +36,25 @@ class Deaf:
         return answer
 
 
-def put_in(kind: str, faulty: int) -> None:
+def put_in(kind: str, faulty: int):
     """Make the rank of this process fail if it is the one."""
 
     class Rank(check_rank.Rank):
         def has(self, other: str) -> bool:
             return (other, self.world.rank) == (kind, faulty)
 
-        def report_in(self) -> Any:
+        def report_in(self):
             if self.has("late"):
                 time.sleep(FOR_EVER)
             return super().report_in()
 
-        def join(self) -> Any:
+        def join(self):
             report = super().join()
             if self.has("verdict"):
                 self.group = Deaf(self.group)
             return report
 
-        def overflow(self, bad: int, value: float, *, delay: float = 0.0) -> Any:
+        def overflow(self, bad: int, value: float, *, delay: float = 0.0):
             if bad == 0 and self.has("hang"):
                 time.sleep(FOR_EVER)
             if bad == 0 and self.has("die"):

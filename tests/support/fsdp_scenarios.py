@@ -107,7 +107,7 @@ def distribute(setup: Setup, mesh: DeviceMesh | None = None) -> nn.Module:
     return model
 
 
-def make_scaler(setup: Setup, library: str, **settings: Any) -> Any:
+def make_scaler(setup: Setup, library: str, **settings):
     """Return the scaler that torch documents for a method, torch's own or gradscale's."""
     if library == "gradscale":
         settings = {"timeout": TIMEOUT} | settings
@@ -141,7 +141,7 @@ def digest(optimizer: torch.optim.Optimizer) -> str:
     return hashlib.sha256(as_bytes([*parameters, *gradients, *kept])).hexdigest()
 
 
-def inject_infinity(parameters: Iterable[Tensor]) -> None:
+def inject_infinity(parameters: Iterable[Tensor]):
     """Write an infinity into this rank's part of the first gradient that has one."""
     for gradient in local_gradients(parameters):
         if gradient.numel():
@@ -159,7 +159,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
             yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
-def train(group: Any, setup: Setup, library: str, overflow: str, is_fused: bool) -> list[dict[str, Any]]:
+def train(group, setup: Setup, library: str, overflow: str, is_fused: bool):
     """Train, overflowing now and then on one rank; what is known after each iteration.
 
     Parameters
@@ -212,7 +212,7 @@ def train(group: Any, setup: Setup, library: str, overflow: str, is_fused: bool)
     return records
 
 
-def compare(group: Any, setup: Setup, overflow: str, is_fused: bool) -> Any:
+def compare(group, setup: Setup, overflow: str, is_fused: bool):
     """Train as torch does with its own scaler, bit for bit; what all ranks must have alike."""
     theirs, ours = (train(group, setup, library, overflow, is_fused) for library in LIBRARIES)
     # The digest is of this rank's shards of the weights, the gradients and the momentum.
@@ -230,7 +230,7 @@ def compare(group: Any, setup: Setup, overflow: str, is_fused: bool) -> Any:
 MESHES = {"data": (4,), "hybrid": (2, 2), "data and tensor": (2, 2)}
 
 
-def mesh_overflow(group: Any, bad_rank: int, parallel: str, is_reversed: bool) -> None:
+def mesh_overflow(group, bad_rank: int, parallel: str, is_reversed: bool):
     """Overflow in the first gradient on one rank of a mesh, with the plain scaler and no group given.
 
     With ``is_reversed`` the optimizer holds the parameters from last to first. Torch does not agree over a dimension
@@ -258,7 +258,7 @@ def mesh_overflow(group: Any, bad_rank: int, parallel: str, is_reversed: bool) -
         assert (as_bytes(parameters) == weights, scaler.get_scale()) == ((True, 4.0) if skips else (False, 8.0))
 
 
-def clip(group: Any, parallel: str, max_norm: float) -> Any:
+def clip(group, parallel: str, max_norm: float):
     """Clip unscaled gradients of a mesh by their global norm: torch's two calls, or gradscale's one."""
     norms, gradients = [], []
     for library in LIBRARIES:
@@ -268,7 +268,7 @@ def clip(group: Any, parallel: str, max_norm: float) -> Any:
         scaler.scale(backward_loss(model, group.rank())).backward()
         if library == "torch":
             scaler.unscale_(optimizer)
-            norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             norm = norm.full_tensor()
         else:
             norm = scaler.unscale_(optimizer, max_norm=max_norm)
@@ -312,11 +312,11 @@ def distribute_over(shape: tuple[int, ...], parallel: str, dtype: torch.dtype = 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lists what is sent through torch.distributed while it is entered: operation, number of elements and dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()  # type: ignore[no-untyped-call]
         self.sent: list[tuple[str, int, str]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in func.name():
             first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
             self.sent.append((func.name(), first.numel(), str(first.dtype)))
@@ -329,7 +329,7 @@ def started() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def count_collectives(group: Any, explicit: bool) -> None:
+def count_collectives(group, explicit: bool):
     """Count what one iteration sends for two optimizers with two dtypes each, over a mesh of data and tensor ranks."""
     del group
     for library in LIBRARIES:

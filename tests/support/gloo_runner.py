@@ -25,9 +25,7 @@ from gradscale import registry
 LINGERING = 15.0  # seconds
 
 
-def run_rank(
-    folder: Path, rank: int, size: int, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]
-) -> None:
+def run_rank(folder: Path, rank: int, size: int, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]):
     """Run a scenario's cases as one rank, and write what they returned or raised to a file."""
     with Path(folder, f"{rank}.txt").open("wb") as output:
         os.dup2(output.fileno(), 1)

@@ -20,12 +20,12 @@ from gradscale.testing import check_collectives
 Refused = gradscale.GradscaleError
 
 
-def is_mpi(group: Any) -> bool:
+def is_mpi(group) -> bool:
     """Tell whether a group is MPI's, and not torch's."""
     return hasattr(group, "Get_name")
 
 
-def fresh(group: Any) -> Any:
+def fresh(group):
     """Return another group of the same ranks."""
     if is_mpi(group):
         return group.Dup()
@@ -34,7 +34,7 @@ def fresh(group: Any) -> Any:
     return dist.new_group()
 
 
-def start_largest(group: Any) -> Callable[[], list[int]]:
+def start_largest(group) -> Callable[[], list[int]]:
     """Start the user's own message; what waits for it returns the largest rank, 16 times."""
     mine = np.full(16, rank_and_size(group)[0], np.int32)
     if is_mpi(group):
@@ -51,17 +51,17 @@ def start_largest(group: Any) -> Callable[[], list[int]]:
     return lambda: (work.wait(), tensor.tolist())[1]
 
 
-def collectives_of(group: Any, timeout: float = 20.0) -> Any:
+def collectives_of(group, timeout: float = 20.0):
     """Return the collectives over a group."""
     return registry.collectives_for(group, timeout)
 
 
-def refused(group: Any, kind: type[Exception], *said: str) -> None:
+def refused(group, kind: type[Exception], *said: str):
     """Assert that something cannot be the group of a scaler."""
     raised(kind, lambda: gradscale.ShardedGradScaler(group=group, timeout=0.5), *said)
 
 
-def skips(group: Any, bad: bool, reached: bool = True) -> None:
+def skips(group, bad: bool, reached: bool = True):
     """Make an iteration that overflows on some rank; assert that this rank skips, if it is one that is reached."""
     scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
     report = iterate(scaler, SGD(None), gradients("numpy", np.nan if bad else 1.0))
@@ -71,7 +71,7 @@ def skips(group: Any, bad: bool, reached: bool = True) -> None:
 # Over MPI and gloo.
 
 
-def overlapped(group: Any) -> None:
+def overlapped(group):
     """Use the group between unscale_ and step, blocking and not, as gradient clipping does."""
     largest = [rank_and_size(group)[1] - 1] * 16
     _, scaler, optimizer = begun(group)
@@ -89,7 +89,7 @@ def overlapped(group: Any) -> None:
         scaler.update()
 
 
-def grid(group: Any, bad_rank: int, kind: str) -> None:
+def grid(group, bad_rank: int, kind: str):
     """Agree over both dimensions of a grid of 2 x 2 ranks in turn, or over its rows alone, which reaches one row."""
     rank, _ = rank_and_size(group)
     if is_mpi(group):
@@ -110,7 +110,7 @@ def grid(group: Any, bad_rank: int, kind: str) -> None:
 
 
 @alone
-def after_a_timeout(group: Any, late_rank: int, folder: str) -> None:
+def after_a_timeout(group, late_rank: int, folder: str):
     """Time out, wait for the late rank by other means, and go on over a new group."""
     rank, size = rank_and_size(group)
     others_way = fresh(group)
@@ -138,7 +138,7 @@ def after_a_timeout(group: Any, late_rank: int, folder: str) -> None:
     skips(fresh(others_way), rank == late_rank)
 
 
-def arrays(group: Any) -> list[list[int]]:
+def arrays(group) -> list[list[int]]:
     """Reduce arrays of any layout, and nothing but 1-d int32."""
     rank, _ = rank_and_size(group)
     collectives = collectives_of(group)
@@ -166,7 +166,7 @@ def arrays(group: Any) -> list[list[int]]:
 
 
 @alone
-def many_scalers(comm: Any) -> None:
+def many_scalers(comm):
     """Construct more scalers than there are communicators to be had, over one group and over short-lived ones."""
     for _ in range(2500):
         gradscale.ShardedGradScaler(group=comm, timeout=20.0)
@@ -176,7 +176,7 @@ def many_scalers(comm: Any) -> None:
         short_lived.Free()
 
 
-def what_is_no_communicator(comm: Any) -> None:
+def what_is_no_communicator(comm):
     """Offer what cannot be a group."""
     from mpi4py import MPI
 
@@ -191,7 +191,7 @@ def what_is_no_communicator(comm: Any) -> None:
 
 
 @alone
-def dropped_by_mpi(comm: Any) -> None:
+def dropped_by_mpi(comm):
     """Start a reduction and forget it before the other ranks have come; MPI still needs its memory."""
     collectives = collectives_of(comm, 5.0)
     for rank in range(comm.size):
@@ -208,14 +208,14 @@ def dropped_by_mpi(comm: Any) -> None:
 # Over torch.
 
 
-def vector(*values: int) -> Any:
+def vector(*values: int):
     """Return what is reduced."""
     import torch
 
     return torch.tensor(values, dtype=torch.int32)
 
 
-def mesh_of_the_world(group: Any, shape: tuple[int, ...], bad_rank: int) -> None:
+def mesh_of_the_world(group, shape: tuple[int, ...], bad_rank: int):
     """Agree over a mesh that covers the world: over the world's own group."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -225,7 +225,7 @@ def mesh_of_the_world(group: Any, shape: tuple[int, ...], bad_rank: int) -> None
     skips(mesh, group.rank() == bad_rank)
 
 
-def part_of_a_mesh(group: Any, bad_rank: int) -> None:
+def part_of_a_mesh(group, bad_rank: int):
     """Agree over two dimensions of three, the rows of a grid of 2 x 2 ranks: over a group that is made once."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -237,7 +237,7 @@ def part_of_a_mesh(group: Any, bad_rank: int) -> None:
     assert first.identity is second.identity is not group
 
 
-def outside(group: Any) -> None:
+def outside(group):
     """Offer groups and meshes that the last rank is not in, and use them on the others."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -254,14 +254,14 @@ def outside(group: Any) -> None:
         raised(gradscale.InvalidValueError, lambda one=one: torch_collectives(one), *said)
 
 
-def torch_collectives(group: Any) -> Any:
+def torch_collectives(group):
     """Return torch's collectives, whatever they are given."""
     from gradscale_torch.groups import TorchCollectives
 
     return TorchCollectives(group, 5.0)
 
 
-def what_is_no_group(group: Any) -> None:
+def what_is_no_group(group):
     """Offer what is not a group, and one whose only device this machine lacks."""
     import torch
     import torch.distributed as dist
@@ -275,7 +275,7 @@ def what_is_no_group(group: Any) -> None:
         raised(gradscale.InvalidValueError, lambda: torch_collectives(absent), *said)
 
 
-def worlds_end(group: Any, folder: str) -> None:
+def worlds_end(group, folder: str):
     """Destroy the world, go on without one, and begin another."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -288,7 +288,7 @@ def worlds_end(group: Any, folder: str) -> None:
     scaler = gradscale.ShardedGradScaler(group=late)
     assert (late.rank, late.size) == (-1, 0)
 
-    def old_ones_are_refused() -> None:
+    def old_ones_are_refused():
         said = "the process group was destroyed"
         raised(gradscale.BackendError, lambda: explicit.start_max(vector(rank)), said)
         raised(gradscale.InvalidValueError, lambda: torch_collectives(group), "of a destroyed world")
@@ -305,7 +305,7 @@ def worlds_end(group: Any, folder: str) -> None:
     assert (late.rank, late.size) == (rank, size)
 
 
-def two_under_way_time_out(group: Any, folder: str) -> None:
+def two_under_way_time_out(group, folder: str):
     """Wait in vain for the first of two reductions, then ask for the second."""
     if group.rank() == 0:
         wait_for(folder, "gave up", group.size() - 1)
@@ -318,7 +318,7 @@ def two_under_way_time_out(group: Any, folder: str) -> None:
     tell(folder, "gave up", group.rank())
 
 
-def late_member_of_a_mesh(group: Any, late_rank: int, folder: str) -> None:
+def late_member_of_a_mesh(group, late_rank: int, folder: str):
     """Construct over part of a mesh, on one rank too late, and once more in time."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -335,7 +335,7 @@ def late_member_of_a_mesh(group: Any, late_rank: int, folder: str) -> None:
     skips(mesh, rank == late_rank)
 
 
-def dropped_by_torch(group: Any) -> None:
+def dropped_by_torch(group):
     """Start reductions and forget them before the other ranks have come; torch still needs their memory."""
     import torch
     import torch.distributed as dist
@@ -360,7 +360,7 @@ def dropped_by_torch(group: Any) -> None:
     assert len(adapter._under_way) <= 9
 
 
-def finished_in_another_order(group: Any, bad: int) -> None:
+def finished_in_another_order(group, bad: int):
     """Step two optimizers with bad gradients, on rank 0 the second first: only the order of starts matters."""
     import torch
     from fsdp_scenarios import started
@@ -392,7 +392,7 @@ def finished_in_another_order(group: Any, bad: int) -> None:
         assert (scaler.get_scale(), started() - before) == (2.0, 2)
 
 
-def polled(group: Any, folder: str) -> None:
+def polled(group, folder: str):
     """Wait as on accelerators, by asking again and again; first for ranks that come, then for one that does not."""
     import torch
 

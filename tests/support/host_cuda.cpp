@@ -1,16 +1,8 @@
-// The kernels of a source for the host, compiled as they are; GRADSCALE_KERNELS names it. HOST_ONE names its only one.
+// The kernels of a source for the host, compiled as they are; GRADSCALE_KERNELS names it.
 
 #include "host_cuda.h"
 
 #include GRADSCALE_KERNELS
-
-#ifdef HOST_ONE
-
-#define HOST_NAMED(kernel) HOST_KERNEL(kernel)
-
-HOST_NAMED(HOST_ONE)
-
-#else
 
 #define HOST_PAIR(source, target) HOST_KERNEL(unscale_##source##_##target) HOST_KERNEL(square_##source##_##target)
 #define HOST_TYPE(type) HOST_KERNEL(clip_##type)
@@ -18,5 +10,3 @@ HOST_NAMED(HOST_ONE)
 GRADSCALE_PAIRS(HOST_PAIR)
 GRADSCALE_TYPES(HOST_TYPE)
 HOST_KERNEL(add_squares)
-
-#endif

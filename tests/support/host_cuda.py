@@ -51,7 +51,7 @@ class DeviceTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         """Run what is called outside of the stand-in, such as by the garbage collector or a failing test."""
         msg = f"{func} of a tensor of the stand-in, which is not there any more"
         raise RuntimeError(msg)
@@ -60,23 +60,23 @@ class DeviceTensor(Tensor):
 class Graph:
     """What a capture has recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[Callable[[], None]] = []
         self.made: list[Tensor] = []
         self._before: list[tuple[Tensor, Tensor]] = []
 
-    def save(self, values: Tensor) -> None:
+    def save(self, values: Tensor):
         """Keep what is about to be overwritten, which the capture itself does not do."""
         self._before.append((values, values.clone()))
 
-    def end(self) -> None:
+    def end(self):
         """Undo what was computed to find out the shapes."""
         for values, before in reversed(self._before):
             values.copy_(before)
         for values in self.made:
             values.fill_(_GARBAGE)
 
-    def replay(self) -> None:
+    def replay(self):
         """Run the kernels."""
         for call in self.calls:
             call()
@@ -95,26 +95,26 @@ class HostCuda:
         The graph that is captured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.waits: list[str] = []
         self.current = 0
         self.graph: Graph | None = None
         # By device, the copies that are on their way to the host: what they fill, and with what.
         self._copies: dict[int, list[tuple[Tensor, Tensor]]] = {index: [] for index in range(COUNT)}
 
-    def refuse_capture(self) -> None:
+    def refuse_capture(self):
         """Raise what CUDA does, while a graph is captured."""
         if self.graph is not None:
             msg = "CUDA error: operation not permitted when stream is capturing"
             raise RuntimeError(msg)
 
-    def wait(self, device: torch.device, what: str) -> None:
+    def wait(self, device: torch.device, what: str):
         """Make the host wait for a device."""
         self.refuse_capture()
         self.waits.append(what)
         self.finish(device.index)
 
-    def finish(self, index: int, count: int | None = None) -> None:
+    def finish(self, index: int, count: int | None = None):
         """Let copies arrive: all of a device, or the first ones."""
         copies = self._copies[index]
         for target, source in copies[:count]:
@@ -135,12 +135,12 @@ class HostCuda:
             self.graph = None
             graph.end()
 
-    def indexed(self, device: Any) -> torch.device:
+    def indexed(self, device) -> torch.device:
         """Return a device with its number, for which the current one stands in."""
         found = torch.device(device)
         return torch.device("cuda", self.current) if found.type == "cuda" and found.index is None else found
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func, args, kwargs):
         """Run an operation of torch's."""
         if func is aten._to_copy.default:
             return self._copied(*args, **kwargs)
@@ -167,7 +167,7 @@ class HostCuda:
             kwargs = {**kwargs, "device": _CPU}
         made = self._launched(func, args, kwargs) if home is not None else func(*args, **kwargs)
 
-        def wrapped(value: Any) -> Any:
+        def wrapped(value):
             if not isinstance(value, Tensor) or home is None:
                 return value
             known = by_values.get(id(value))
@@ -175,7 +175,7 @@ class HostCuda:
 
         return tree_map(wrapped, made)
 
-    def _launched(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _launched(self, func, args, kwargs):
         """Run a kernel, or record it where a graph is captured."""
         graph = self.graph
         if graph is None:
@@ -190,7 +190,7 @@ class HostCuda:
         fresh = [one for one in flat if one.untyped_storage().data_ptr() not in known]
         graph.made += fresh
 
-        def again() -> None:
+        def again():
             results = [one for one in tree_flatten(func(*args, **kwargs))[0] if isinstance(one, Tensor)]
             for target, result in zip(flat, results, strict=True):
                 if any(target is one for one in fresh):
@@ -201,7 +201,7 @@ class HostCuda:
             graph.calls.append(again)
         return made
 
-    def _copied(self, x: Tensor, **options: Any) -> Tensor:
+    def _copied(self, x: Tensor, **options) -> Tensor:
         """Return a copy on any device, of any dtype."""
         asked = options.pop("device", None)
         options.pop("pin_memory", None)
@@ -234,7 +234,7 @@ class HostCuda:
             aten.copy_.default(target, x)
         return target
 
-    def _to_host(self, target: Tensor, x: Tensor, *, is_late: bool) -> None:
+    def _to_host(self, target: Tensor, x: Tensor, *, is_late: bool):
         assert isinstance(x, DeviceTensor)
         if self.graph is not None and is_late:
             msg = "a graph would fill memory of the host that has other owners by then"
@@ -243,7 +243,7 @@ class HostCuda:
         if not is_late:
             self.wait(x.device, "a copy to the host")
 
-    def _from_host(self, device: torch.device, *, is_late: bool) -> None:
+    def _from_host(self, device: torch.device, *, is_late: bool):
         if not is_late:
             self.wait(device, "a copy from the host")
         elif self.graph is not None:
@@ -251,11 +251,11 @@ class HostCuda:
             raise AssertionError(msg)
 
 
-def _is_of_host(x: Any) -> bool:
+def _is_of_host(x) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, DeviceTensor)
 
 
-def _is_device(x: Any) -> bool:
+def _is_device(x) -> bool:
     return isinstance(x, torch.device) or (isinstance(x, str) and x.startswith("cuda"))
 
 
@@ -270,11 +270,11 @@ def installed() -> Iterator[HostCuda]:
     cuda = HostCuda()
 
     class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return cuda.run(func, args, dict(kwargs or {}))
 
     class Functions(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             if func in _MAKES_FROM_PYTHON and torch.device(kwargs.get("device") or _CPU).type == "cuda":
                 # Their numbers are copied, and waited for.
@@ -299,18 +299,18 @@ def installed() -> Iterator[HostCuda]:
             return func(*args, **kwargs)
 
     class Stream:
-        def __init__(self, device: Any = None) -> None:
+        def __init__(self, device=None):
             self.device = cuda.indexed("cuda" if device is None else device)
 
     class Event:
         """A point in a stream; over when the copies before it have arrived."""
 
-        def __init__(self, device: Any = None, **_options: bool) -> None:
+        def __init__(self, device=None, **_options: bool):
             assert torch.device(device).type == "cuda"
             self._index = 0
             self._before: list[Any] | None = None
 
-        def record(self, stream: Stream | None = None) -> None:
+        def record(self, stream: Stream | None = None):
             # Without a stream that of the current device, whatever it was made with.
             self._index = cuda.current if stream is None else stream.device.index
             self._before = [id(target) for target, _ in cuda._copies[self._index]]
@@ -323,7 +323,7 @@ def installed() -> Iterator[HostCuda]:
             cuda.refuse_capture()
             return self._is_over()
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             cuda.refuse_capture()
             if not self._is_over():
                 cuda.wait(torch.device("cuda", self._index), "an event")

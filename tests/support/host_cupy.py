@@ -48,13 +48,13 @@ _work: defaultdict[int, list[Work]] = defaultdict(list)
 _working = threading.Lock()
 
 
-def add_work(device_id: int, work: Work) -> None:
+def add_work(device_id: int, work: Work):
     """Put work on the stream of a device."""
     with _working:
         _work[device_id].append(work)
 
 
-def _advance(device_id: int) -> None:
+def _advance(device_id: int):
     """Let a stream do what is ready, in its order."""
     with _working:
         queue = _work[device_id]
@@ -63,7 +63,7 @@ def _advance(device_id: int) -> None:
             queue.pop(0).is_done = True
 
 
-def _wait(device_id: int, last: Work | None) -> None:
+def _wait(device_id: int, last: Work | None):
     """Wait for work on a stream; a kernel that waits for others has no end, so that there is a limit here."""
     limit = time.monotonic() + _PATIENCE
     _advance(device_id)
@@ -78,7 +78,7 @@ class Device:
 
     count: ClassVar[int] = 2
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device=None):
         self.id: int = _device_id() if device is None else getattr(device, "id", device)
         if not 0 <= self.id < self.count:
             msg = f"there is no device {self.id}"
@@ -98,7 +98,7 @@ class Device:
         _current.stack = [*getattr(_current, "stack", []), self.id]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object):
         _current.stack = _current.stack[:-1]
 
     def __eq__(self, other: object) -> bool:
@@ -116,7 +116,7 @@ class CUDARuntimeError(RuntimeError):
 
     __module__ = "cupy_backends.cuda.api.runtime"
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int):
         super().__init__(_ERRORS[status])
         self.status = status
 
@@ -128,7 +128,7 @@ _ERRORS = {
 }
 
 
-def _forbid_capture() -> None:
+def _forbid_capture():
     if HostCupy.capturing:
         raise CUDARuntimeError(900)
 
@@ -144,26 +144,26 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     # By which the registry knows whose they are.
     __module__ = "cupy"
 
-    def __init__(self, x: Any, device: Device) -> None:
+    def __init__(self, x, device: Device):
         self._x = np.asarray(x)
         self.device = device
 
     @property
-    def data(self) -> Any:
+    def data(self):
         """The memory."""
         return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id)
 
-    def get(self) -> Any:
+    def get(self):
         """Return a NumPy array: a host read."""
         _forbid_capture()
         log.append(("read", self.device.id))
         _wait(self.device.id, next(reversed(_work[self.device.id]), None))
         return self._x.copy()
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, ufunc, method: str, *inputs, **options):
         return _call(_flushing(getattr(ufunc, method)), inputs, options)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         if name.startswith("__") or name in _READS:
             msg = f"implicit conversion to a host value: {name}"
             raise AttributeError(msg)
@@ -183,10 +183,10 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     ndim = property(lambda self: self._x.ndim)
     nbytes = property(lambda self: self._x.nbytes)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         return _wrapped(self._x[_plain(key, [])], self.device)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key, value):
         used = [self.device]
         self._x[_plain(key, [])] = _plain(value, used)
         assert all(device == self.device for device in used), f"assignment of arrays on {used}"
@@ -197,7 +197,7 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"{self._x!r} on {self.device}"
 
-    def _forbid(self, *_: Any) -> Any:
+    def _forbid(self, *_):
         msg = "implicit conversion to a host value"
         raise TypeError(msg)
 
@@ -207,7 +207,7 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 _READS = ("item", "tolist", "tobytes", "__array_interface__", "__dlpack__")
 
 
-def _plain(value: Any, used: list[Device]) -> Any:
+def _plain(value, used: list[Device]):
     """Return what NumPy can work with, and note the devices of the arrays in it."""
     kind = type(value)
     if kind is Ndarray:
@@ -216,7 +216,7 @@ def _plain(value: Any, used: list[Device]) -> Any:
     return kind([_plain(one, used) for one in value]) if kind is tuple or kind is list else value
 
 
-def _wrapped(value: Any, device: Device) -> Any:
+def _wrapped(value, device: Device):
     if isinstance(value, (np.ndarray, np.generic)):
         return Ndarray(value, device)
     if isinstance(value, (tuple, list)):
@@ -224,7 +224,7 @@ def _wrapped(value: Any, device: Device) -> Any:
     return value
 
 
-def _call(function: Callable[..., Any], args: Any, options: dict[str, Any], home: Device | None = None) -> Any:
+def _call(function: Callable[..., Any], args, options: dict[str, Any], home: Device | None = None):
     used = [home] if home else []
     plain = [_plain(one, used) for one in args]
     named = {name: _plain(value, used) for name, value in options.items()} if options else {}
@@ -240,7 +240,7 @@ def _call(function: Callable[..., Any], args: Any, options: dict[str, Any], home
     return _wrapped(made, first)
 
 
-def _flushed(x: Any) -> Any:
+def _flushed(x):
     """Return values with 0 in the place of float32 subnormals, for which CuPy's own kernels take them (-ftz=true)."""
     if getattr(x, "dtype", None) != np.float32:
         return x
@@ -248,10 +248,10 @@ def _flushed(x: Any) -> Any:
     return np.where(is_subnormal, np.copysign(np.float32(0), x), x) if is_subnormal.any() else x
 
 
-def _flushing(function: Callable[..., Any]) -> Callable[..., Any]:
+def _flushing(function: Callable[..., Any]):
     """Return a function of NumPy's that computes as CuPy's kernels do."""
 
-    def flushing(*args: Any, **options: Any) -> Any:
+    def flushing(*args, **options):
         made = function(*map(_flushed, args), **options)
         return made if "out" in options else _flushed(made)
 
@@ -263,7 +263,7 @@ class Stream:
 
     ptr = 0
 
-    def __init__(self, device_id: int) -> None:
+    def __init__(self, device_id: int):
         self.device_id = device_id
 
     def is_capturing(self) -> bool:
@@ -276,7 +276,7 @@ class Stream:
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Event):
         """Note that the stream waits."""
         if self.is_capturing() and not event.is_captured:
             raise CUDARuntimeError(905)
@@ -291,19 +291,19 @@ class Event:
     # The status of all, after the device has failed.
     broken: ClassVar[int | None] = None
 
-    def __init__(self, **_options: bool) -> None:
+    def __init__(self, **_options: bool):
         self.device_id = -1
         self.is_captured = False
         self.ptr = len(self._all)
         self._all.append(self)
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: Stream | None = None):
         """Note what is in the stream."""
         self.device_id = _device_id() if stream is None else stream.device_id
         self.is_captured = self.device_id in HostCupy.capturing
         self._last = next(reversed(_work[self.device_id]), None)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Make the host wait: a host read."""
         _forbid_capture()
         log.append(("read", self.device_id))
@@ -324,40 +324,24 @@ class Event:
 class RawKernel:
     """A kernel, on the host."""
 
-    def __init__(self, code: str, name: str, options: tuple[str, ...]) -> None:
-        source = host_kernels.SOURCE.read_text(encoding="utf-8")
-        assert code.startswith(source)
-        self._name, self._code, self._options = name, code, options
-        self._is_written = code != source
+    def __init__(self, code: str, name: str, _options: tuple[str, ...]):
+        assert code == host_kernels.SOURCE.read_text(encoding="utf-8")
+        self._name = name
 
-    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]):
         """Launch it as CuPy does."""
-        # What is written out of a trace says itself what it takes.
-        expected = self._parameters() if self._is_written else host_kernels.ARGUMENTS[self._name.partition("_")[0]]
-        assert (grid[0] > 0, block) == (True, (1,) if self._is_written else (256,))
+        expected = host_kernels.ARGUMENTS[self._name.partition("_")[0]]
+        assert (grid[0] > 0, block) == (True, (256,))
         assert len(args) == len(expected)
         assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
         assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
         _advance(_device_id())
-        values = [_c_value(x) for x in args]
-        if self._is_written:
-            kernels = host_kernels.one_kernel(self._name, self._code, self._options)
-            host_kernels.run(kernels, self._name, grid[0], values, block[0])
-        else:
-            host_kernels.run(host_kernels.library(), self._name, grid[0], values)
-        arrays = args[0].size // _ROW if not self._is_written and len(expected) > 3 else 1
+        host_kernels.run(host_kernels.library(), self._name, grid[0], [_c_value(x) for x in args])
+        arrays = args[0].size // _ROW if len(expected) > 3 else 1
         log.append(("launch", self._name, _device_id(), arrays))
 
-    def _parameters(self) -> list[Any]:
-        """Return the dtypes of what a kernel takes."""
-        parameters = self._code.partition(f"void {self._name}(")[2].partition(")")[0].split(", ")
-        return [_DTYPES[one.removeprefix("const ").partition(" ")[0].rstrip("*")] for one in parameters]
 
-
-_DTYPES = {"int": np.int32, "float": np.float32, "double": np.float64}
-
-
-def _c_value(x: Any) -> Any:
+def _c_value(x):
     if isinstance(x, Ndarray):
         return ctypes.c_void_p(x.ctypes.data)
     return np.ctypeslib.as_ctypes_type(x.dtype)(x.item())
@@ -372,7 +356,7 @@ class HostCupy(types.ModuleType):
 
     capturing: ClassVar[set[int]] = set()
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int):
         super().__init__("cupy")
         self.__version__ = "14.2.0"
         hidden = ("abs", "max", "min", "round")
@@ -396,7 +380,7 @@ class HostCupy(types.ModuleType):
         )
         self.log = log
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
         found = getattr(np, name)
@@ -407,7 +391,7 @@ class HostCupy(types.ModuleType):
             return vars(self)[name]
         return found
 
-    def array(self, x: Any, dtype: Any = None, **options: Any) -> Any:
+    def array(self, x, dtype=None, **options):
         """Return a copy on the current device, also of an array of another one."""
         made = np.array(_plain(x, []), dtype=dtype, **options)
         if not isinstance(x, Ndarray) and made.ndim:
@@ -415,18 +399,18 @@ class HostCupy(types.ModuleType):
             _forbid_capture()
         return _wrapped(made, Device())
 
-    def asnumpy(self, x: Ndarray) -> Any:
+    def asnumpy(self, x: Ndarray):
         """Return a NumPy array: a host read."""
         return x.get()
 
-    def asarray(self, x: Any, dtype: Any = None, **options: Any) -> Any:
+    def asarray(self, x, dtype=None, **options):
         """Return an array of the current device: itself where it is one."""
         if isinstance(x, Ndarray) and x.device == Device() and dtype in (None, x.dtype):
             return x
         return self.array(x, dtype, **options)
 
 
-def forget() -> None:
+def forget():
     """Forget what devices have done and have yet to do."""
     log.clear()
     _work.clear()

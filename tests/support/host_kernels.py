@@ -10,7 +10,6 @@ import importlib.util
 import os
 import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ __all__ = [
     "compiled",
     "launch",
     "library",
-    "one_kernel",
     "run",
 ]
 
@@ -82,17 +80,6 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def one_kernel(name: str, code: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Return the only kernel of a source, compiled once for all processes of a session."""
-    path = _folder() / f"{hashlib.sha256(code.encode()).hexdigest()}.cu"
-    # Whoever else writes it writes the same.
-    part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-    part.write_text(code, encoding="utf-8")
-    part.rename(path)
-    return compiled(path, *(option for option in options if option.startswith("-D")), f"-DHOST_ONE={name}")
-
-
-@functools.cache
 def _folder() -> Path:
     return Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="gradscale-kernels-"))
 
@@ -116,7 +103,7 @@ def compiled(source: Path, *options: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def run(kernels: ctypes.CDLL, name: str, blocks: int, values: Sequence[Any], threads: int = THREADS) -> None:
+def run(kernels: ctypes.CDLL, name: str, blocks: int, values: Sequence[Any], threads: int = THREADS):
     """Run one kernel of a library, compiled for so many threads, with arguments of ctypes."""
     call = getattr(kernels, f"launch_{name}")
     call.restype = ctypes.c_char_p
@@ -128,8 +115,8 @@ def run(kernels: ctypes.CDLL, name: str, blocks: int, values: Sequence[Any], thr
 
 
 def launch(
-    kernel: str, one: Launch, chunk: int, *arguments: Any, kernels: ctypes.CDLL | None = None, threads: int = THREADS
-) -> None:
+    kernel: str, one: Launch, chunk: int, *arguments, kernels: ctypes.CDLL | None = None, threads: int = THREADS
+):
     """Run a kernel on the host over memory that a plan names, with arrays for what comes after the tables."""
     expected = ARGUMENTS[kernel.partition("_")[0]][3:]
     assert tuple(x.dtype for x in arguments) == tuple(map(np.dtype, expected))
@@ -137,7 +124,7 @@ def launch(
     run(kernels or library(), kernel, len(one.chunks), (rows, chunks, ctypes.c_int(chunk), *rest), threads)
 
 
-def add_squares(squares: Any) -> float:
+def add_squares(squares) -> float:
     """Return what the last kernel makes of the sums of all chunks."""
     total = np.full((), np.nan)
     pointers = [ctypes.c_void_p(x.ctypes.data) for x in (squares, total)]

@@ -49,7 +49,7 @@ class NcclError(RuntimeError):
 
     __module__ = "cupy_backends.cuda.libs.nccl"
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int):
         super().__init__(_TEXTS[status])
 
 
@@ -70,7 +70,7 @@ class World:
     # By position and rank what is sent, what is done with all that is, and the kernel.
     collectives: Any = dataclasses.field(default_factory=lambda: defaultdict(dict))
 
-    def come(self, comm: NcclCommunicator, sent: Any, end: Callable[[Any], None], work: host_cupy.Work) -> None:
+    def come(self, comm: NcclCommunicator, sent, end: Callable[[Any], None], work: host_cupy.Work):
         """Let a rank come to its next collective; the last one lets the kernels end."""
         with self.changed:
             parts = self.collectives[len(comm.issued_by)]
@@ -93,7 +93,7 @@ class NcclCommunicator:
     # Where the registry looks for who serves it.
     __module__ = "cupy_backends.cuda.libs.nccl"
 
-    def __init__(self, size: int, unique_id: World | tuple[int, ...], rank: int) -> None:
+    def __init__(self, size: int, unique_id: World | tuple[int, ...], rank: int):
         self.comm = 1
         self.world = unique_id if isinstance(unique_id, World) else None
         self._rank, self._size, self._device = rank, size, host_cupy.Device().id
@@ -120,28 +120,28 @@ class NcclCommunicator:
         """Return the device."""
         return self._known(self._device)
 
-    def allReduce(self, send: int, receive: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
+    def allReduce(self, send: int, receive: int, count: int, dtype: int, op: int, stream: int):  # noqa: N802
         """Combine the buffers of all ranks."""
         self._start(_memory(send, count, dtype), _memory(receive, count, dtype), _combining(op), stream)
 
-    def reduceScatter(self, send: int, receive: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
+    def reduceScatter(self, send: int, receive: int, count: int, dtype: int, op: int, stream: int):  # noqa: N802
         """Combine the buffers of all ranks, and keep this rank's part."""
         combined, begin = _combining(op), self._rank * count
         sent, received = _memory(send, count * self._size, dtype), _memory(receive, count, dtype)
         self._start(sent, received, lambda everything: combined(everything)[begin : begin + count], stream)
 
-    def allGather(self, send: int, receive: int, count: int, dtype: int, stream: int) -> None:  # noqa: N802
+    def allGather(self, send: int, receive: int, count: int, dtype: int, stream: int):  # noqa: N802
         """Put the buffers of all ranks one after another."""
         sent, received = _memory(send, count, dtype), _memory(receive, count * self._size, dtype)
         self._start(sent, received, np.concatenate, stream)
 
-    def require_usable(self) -> None:
+    def require_usable(self):
         """Raise NCCL's error of a communicator that was destroyed or revoked."""
         self.rank_id()
         if self.is_revoked:
             raise NcclError(5)
 
-    def _start(self, sent: Any, received: Any, combined: Callable[[Any], Any], stream: int) -> None:
+    def _start(self, sent, received, combined: Callable[[Any], Any], stream: int):
         assert (host_cupy.Device().id, stream) == (self.device_id(), host_cupy.Stream.ptr)
         self.require_usable()
         host_cupy.log.append(("nccl", self._device, len(sent), sent.dtype.name))
@@ -149,7 +149,7 @@ class NcclCommunicator:
             sent = sent.copy()
         received.view(np.uint8)[:] = 0x80  # garbage, until it has come
 
-        def end(everything: Any) -> None:
+        def end(everything):
             received[:] = combined(everything)
 
         if self.world is None:
@@ -162,22 +162,22 @@ class NcclCommunicator:
         host_cupy.add_work(self._device, self._work[-1])
         self.world.come(self, sent, end, self._work[-1])
 
-    def check_async_error(self) -> None:
+    def check_async_error(self):
         """Raise what NCCL has found on its own; the errors of MPI end its processes."""
         self.device_id()
         if self.world is not None and self.world.async_status:
             raise NcclError(self.world.async_status)
 
-    def abort(self) -> None:
+    def abort(self):
         """End the kernels, which leave what they find."""
         self.aborts += 1
         self._end(self.destroy)
 
-    def revoke(self) -> None:
+    def revoke(self):
         """End the kernels, and take no more; it may be shrunk."""
         self._end(lambda: setattr(self, "is_revoked", True))
 
-    def _end(self, change: Callable[[], None]) -> None:
+    def _end(self, change: Callable[[], None]):
         assert self.world is not None
         with self.world.changed:
             change()
@@ -194,22 +194,22 @@ class NcclCommunicator:
             world = self.world.shrunk.setdefault(excluded, World(self._size - len(excluded)))
         return NcclCommunicator(world.size, world, self._rank - sum(rank < self._rank for rank in excluded))
 
-    def destroy(self) -> None:
+    def destroy(self):
         """Make it unusable."""
         self.comm = self._known(0)
 
 
-def _combining(op: int) -> Callable[[Any], Any]:
+def _combining(op: int):
     """Return what combines rows one after another, each time rounding to their dtype."""
 
-    def combined(everything: Any) -> Any:
+    def combined(everything):
         with np.errstate(over="ignore", invalid="ignore"):
             return functools.reduce(_OPERATIONS[op], everything)
 
     return combined
 
 
-def _memory(address: int, count: int, dtype: int) -> Any:
+def _memory(address: int, count: int, dtype: int):
     size = count * _DTYPES[dtype].itemsize
     return np.frombuffer((ctypes.c_char * size).from_address(address), _DTYPES[dtype])
 
@@ -240,10 +240,10 @@ class CoreDevice:
 
     device_id = -1
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int):
         self._number = number
 
-    def set_current(self) -> None:
+    def set_current(self):
         host_cupy.Device(self._number).use()
 
     def create_stream(self) -> _CoreStream:
@@ -259,12 +259,12 @@ class _CoreStream:
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, host_cupy.Stream.ptr
 
-    def record(self, event: _CoreEvent) -> None:
+    def record(self, event: _CoreEvent):
         event.point.record()
 
 
 class _CoreEvent:
-    def __init__(self) -> None:
+    def __init__(self):
         self.point = host_cupy.Event()
 
     @property
@@ -276,7 +276,7 @@ class _CoreEvent:
 
 
 @contextmanager
-def bindings_installed() -> Iterator[Callable[[NcclCommunicator], Any]]:
+def bindings_installed():
     """Put this NCCL under nccl4py; what is yielded makes an nccl.core.Communicator of one of these."""
     from nccl.bindings import nccl as bindings
     from nccl.core import Communicator, communicator
@@ -285,14 +285,14 @@ def bindings_installed() -> Iterator[Callable[[NcclCommunicator], Any]]:
     importlib.import_module("nccl.core.interop.torch")
     known: dict[int, NcclCommunicator] = {}
 
-    def register(comm: NcclCommunicator) -> Any:
+    def register(comm: NcclCommunicator):
         known[id(comm)] = comm
         return bindings.Comm(id(comm))
 
-    def of(comm: Any) -> NcclCommunicator:
+    def of(comm) -> NcclCommunicator:
         return known[comm.handle]
 
-    def all_reduce(send: int, receive: int, count: int, dtype: int, op: int, comm: Any, stream: int) -> None:
+    def all_reduce(send: int, receive: int, count: int, dtype: int, op: int, comm, stream: int):
         of(comm).allReduce(send, receive, count, dtype, op, stream)
 
     functions = {

@@ -26,7 +26,7 @@ class _OddError(Exception):
         raise ValueError(msg)
 
 
-def _raise(*_: Any) -> Any:
+def _raise(*_):
     raise _OddError
 
 
@@ -41,17 +41,17 @@ class Lying:
 class Attributes:
     """Raises at every attribute that it does not have."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         raise _OddError(name)
 
 
 class RaisingMapping(Mapping[str, Any]):
     """A mapping that has keys, and raises for their values."""
 
-    def __init__(self, *keys: str) -> None:
+    def __init__(self, *keys: str):
         self._names = keys
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str):
         raise _OddError(key)
 
     def __iter__(self) -> Iterator[str]:
@@ -67,7 +67,7 @@ class LyingList(list[Any]):
     def __len__(self) -> int:
         return 5
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         yield 1.0
         raise _OddError
 
@@ -75,7 +75,7 @@ class LyingList(list[Any]):
 class LyingFloat(float):
     """A float that is none when it is asked for one."""
 
-    def __float__(self) -> Any:
+    def __float__(self):
         return "1.0"
 
     __lt__ = __repr__ = _raise
@@ -96,7 +96,7 @@ for _method in _METHODS:
     setattr(Lying, _method, lambda *_: Lying)
 
 
-def deep(levels: int, leaf: Any = None) -> Any:
+def deep(levels: int, leaf=None):
     """Return a leaf in lists and dicts of so many levels."""
     tree = np.float32(1.0) if leaf is None else leaf
     for level in range(levels):
@@ -104,7 +104,7 @@ def deep(levels: int, leaf: Any = None) -> Any:
     return tree
 
 
-def holding_itself(leaf: Any = None) -> list[Any]:
+def holding_itself(leaf=None):
     """Return a tree whose dict holds the list that it is in."""
     tree: list[Any] = [np.ones(2, np.float32) if leaf is None else leaf]
     tree.append({"back": tree})
@@ -151,7 +151,7 @@ class Named:
     name: str
 
 
-def made(spec: Any) -> Any:
+def made(spec):
     """Return what a strategy has drawn with the hostile objects in their places."""
     if isinstance(spec, Named):
         return HOSTILE[spec.name]()
@@ -166,7 +166,7 @@ _LIMITS = [1.0, 2.0, 0.5, 2000, 2**31 - 1, 2**31, 2**63, 2.0**-126, 2.0**127, 65
 _NUMBERS = st.integers(-5, 5) | st.integers() | st.floats() | st.sampled_from(_LIMITS)
 
 
-def values() -> st.SearchStrategy[Any]:
+def values():
     """Return a strategy of values that are fine, nearly fine or hostile, or of containers of these."""
     hostile = st.sampled_from([Named(name) for name in sorted(HOSTILE)])
     texts = st.sampled_from(["", "interval", "growth", "clean_step", "clamp", "raise", "hold", "DynamicScale", "1"])
@@ -175,14 +175,14 @@ def values() -> st.SearchStrategy[Any]:
     return leaf | st.lists(leaf, max_size=3) | st.dictionaries(st.text(max_size=5), leaf, max_size=3)
 
 
-def changed(fine: Mapping[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+def changed(fine: Mapping[str, Any]):
     """Return a strategy of dicts that are fine but for a few keys, changed or left out."""
     keys = st.sampled_from(sorted(fine))
     replaced = st.dictionaries(keys | st.text(max_size=3), values(), max_size=3)
     return st.builds(lambda new, gone: {**{k: fine[k] for k in fine if k != gone}, **new}, replaced, st.none() | keys)
 
 
-def trees() -> st.SearchStrategy[Any]:
+def trees():
     """Return a strategy of trees whose leaves are arrays of float32, or hostile."""
     array = st.lists(st.floats(width=32), max_size=3).map(lambda found: np.array(found, np.float32))
     return st.recursive(

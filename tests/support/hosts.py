@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from axes import require
@@ -22,29 +22,29 @@ Make = Callable[[], Any]
 Row = dict[str, Any]
 
 
-def torchs() -> Any:
+def torchs():
     """Return torch's scaler for the CPU."""
     return TorchScaler("cpu", **SETTINGS)
 
 
-def ours() -> Any:
+def ours():
     """Return ours."""
     return GradScaler("cpu", **SETTINGS)
 
 
-def network(seed: int = 0) -> Any:
+def network(seed: int = 0):
     """Return a small network, with the same weights for the same seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
-def batches(count: int = STEPS) -> list[Any]:
+def batches(count: int = STEPS):
     """Return ``count`` inputs of the network, of shape ``(4, 8)``."""
     return list(torch.randn((count, 4, 8), generator=torch.Generator().manual_seed(1)))
 
 
-def loss_of(model: Any, batch: Any) -> Any:
+def loss_of(model, batch):
     """Return the loss of a batch."""
     return model(batch).square().mean()
 
@@ -52,39 +52,39 @@ def loss_of(model: Any, batch: Any) -> Any:
 class Loader:
     """Batches, as Lightning takes them; a list would be several loaders."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
+    def __init__(self, batches: Sequence[Any]):
         self.batches = batches
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.batches)
 
 
-def trainer_with(precision: Any, **options: Any) -> Any:
+def trainer_with(precision, **options):
     """Return Lightning's Trainer for the CPU, which writes nothing."""
     silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     given = {"max_epochs": 1, **dict.fromkeys(silent, False), **options}
     return require("lightning").pytorch.Trainer(accelerator="cpu", devices=1, plugins=precision, **given)
 
 
-def overflow(model: Any) -> None:
+def overflow(model):
     """Put an inf into one gradient."""
     next(model.parameters()).grad.view(-1)[0] = math.inf
 
 
-def bits(*models: Any) -> str:
+def bits(*models) -> str:
     """Return every bit of the weights."""
     return "".join(parameter.detach().numpy().tobytes().hex() for model in models for parameter in model.parameters())
 
 
-def row(scaler: Any, *models: Any, **more: Any) -> Row:
+def row(scaler, *models, **more) -> Row:
     """Return what is known after a step."""
     return {"scale": scaler.get_scale(), "tracker": scaler._get_growth_tracker(), "weights": bits(*models), **more}
 
 
-def column(rows: list[Row], name: str) -> list[Any]:
+def column(rows: list[Row], name: str):
     """Return one column."""
     return [row[name] for row in rows]
 
@@ -97,7 +97,7 @@ def same_as_torchs(run: Callable[[Make], list[Row]]) -> list[Row]:
     return rows
 
 
-def check_run(rows: list[Row]) -> None:
+def check_run(rows: list[Row]):
     """Check the scales, the trackers, and that the weights stay exactly where a step is skipped."""
     assert column(rows, "scale") == SCALES
     assert column(rows, "tracker") == TRACKERS

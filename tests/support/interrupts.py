@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 __all__ = ["interrupted_anywhere"]
 
@@ -18,7 +18,7 @@ def interrupted_anywhere(part: str, begin: Callable[[], tuple[_Run, Callable[[],
     """
     left = 0
 
-    def interrupt(frame: Any, event: str, _: Any) -> None:
+    def interrupt(frame, event: str, _):
         # Python looks for signals when a function begins, and after a call of a C function.
         nonlocal left
         if event in ("call", "c_return") and part in frame.f_code.co_filename:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,19 +16,19 @@ import gradscale_jax
 POLICY = gradscale.DynamicScale(init_scale=1024.0, growth_interval=100)
 
 
-def everywhere(sharding: NamedSharding, values: Any) -> jax.Array:
+def everywhere(sharding: NamedSharding, values) -> jax.Array:
     """Return an array of the whole mesh from what this process holds."""
     return jax.make_array_from_process_local_data(sharding, np.asarray(values))
 
 
-def main() -> None:
+def main():
     """Print, as JSON, what this process has seen."""
     rank, size, port = (int(argument) for argument in sys.argv[1:])
     jax.distributed.initialize(f"localhost:{port}", num_processes=size, process_id=rank)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
-    def step(state: Any, w: Any) -> Any:
+    def step(state, w):
         # Parameters that each device has for itself: only the agreement tells of an overflow elsewhere.
         scaled = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), POLICY, axis_name="data")(state, w)
         new = gradscale_jax.select(scaled.verdict.finite, w - 0.25 * scaled.grads, w)
@@ -41,7 +40,7 @@ def main() -> None:
     # The same with whole arrays, where the compiler itself finds out what to send.
     automatic = jax.jit(gradscale_jax.value_and_grad(lambda w: (w * w).sum(), POLICY))
 
-    def run(scale: float, mine: float) -> dict[str, Any]:
+    def run(scale: float, mine: float):
         numbers = (np.float32(scale), *[np.int32(0)] * 3)
         state = gradscale.ScaleState(*(everywhere(whole, number) for number in numbers))
         w = everywhere(split, np.full(1, mine, np.float32))

@@ -14,7 +14,7 @@ from gradscale import tree
 __all__ = ["trace_pure_functions", "traced"]
 
 
-def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+def traced(function: Callable[..., Any]):
     """Return a function that traces all JAX arrays in its arguments, and computes the program that comes out.
 
     What is no array is passed as it is. The program is run operation by operation: to compile one for each call of the
@@ -22,7 +22,7 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         import jax
 
         leaves, rebuild = tree.flatten([list(args), kwargs])
@@ -30,7 +30,7 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
         arrays = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
         results: list[Any] = []
 
-        def program(*values: Any) -> list[Any]:
+        def program(*values):
             by_id = dict(zip(arrays, values, strict=True))
             positional, named = rebuild(by_id.get(id(leaf), leaf) for leaf in leaves)
             returned, restore = tree.flatten([function(*positional, **named)])
@@ -45,7 +45,7 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def trace_pure_functions(patch: pytest.MonkeyPatch) -> None:
+def trace_pure_functions(patch: pytest.MonkeyPatch):
     """Replace the pure functions, as tests call them, by traced ones."""
     for name in ("scale", "unscale", "select"):
         patch.setattr(gradscale, name, traced(getattr(gradscale, name)))

@@ -25,14 +25,14 @@ from gradscale import presets
 BATCHES, FEATURES = 8, 6
 
 
-def made_model() -> Any:
+def made_model():
     """Return a small network that computes in float16, always the same."""
     keras.utils.set_random_seed(0)
     layers = [keras.Input((FEATURES,)), keras.layers.Dense(FEATURES, activation="tanh"), keras.layers.Dense(1)]
     return keras.Sequential(layers)
 
 
-def made_pairs(overflows: list[int]) -> tuple[Any, Any]:
+def made_pairs(overflows: list[int]):
     """Return inputs and targets of 8 examples a batch, of which some batches overflow, counted from 1."""
     inputs = np.random.default_rng(0).normal(size=(8 * BATCHES, FEATURES)).astype(np.float32)
     targets = inputs.sum(axis=1, keepdims=True) / 16
@@ -41,20 +41,20 @@ def made_pairs(overflows: list[int]) -> tuple[Any, Any]:
     return inputs, targets
 
 
-def told(model: Any) -> dict[str, Any]:
+def told(model):
     """Return a model's weights, bit for bit, and how many steps its optimizer has taken."""
     weights = [np.asarray(weight).tobytes().hex() for weight in model.get_weights()]
     return {"weights": weights, "iterations": int(model.optimizer.iterations)}
 
 
-def scale_in(optimizer: Any) -> list[float]:
+def scale_in(optimizer) -> list[float]:
     """Return the scale and the number of clean steps in a row."""
     if IS_JAX:
         return [float(optimizer.scale_state.scale), float(optimizer.scale_state.growth_tracker)]
     return [optimizer.scaler.get_scale(), optimizer.scaler.state_dict()["_growth_tracker"]]
 
 
-def recipe(overflows: list[int], folder: Path) -> dict[str, Any]:
+def recipe(overflows: list[int], folder: Path):
     """Run the recipe of this backend."""
     keras.mixed_precision.set_dtype_policy("mixed_float16")
     inputs, targets = made_pairs(overflows)
@@ -83,7 +83,7 @@ def recipe(overflows: list[int], folder: Path) -> dict[str, Any]:
     return answer
 
 
-def raised(call: Any) -> str:
+def raised(call) -> str:
     """Return the error that a call raises, by its class and its message."""
     try:
         call()
@@ -92,7 +92,7 @@ def raised(call: Any) -> str:
     return "nothing"
 
 
-def calls() -> dict[str, Any]:
+def calls():
     """Use the class without a model: its example, steps of a policy that tolerates overflows, and bad arguments."""
     found = importlib.import_module(f"gradscale_{keras.config.backend()}.keras_optimizer")
     made, sgd = found.ScaledOptimizer, keras.optimizers.SGD(1.0)
@@ -136,7 +136,7 @@ def calls() -> dict[str, Any]:
     }
 
 
-def stepped(optimizer: Any, dtype: str, grads: str) -> float:
+def stepped(optimizer, dtype: str, grads: str) -> float:
     """Return a weight of a dtype, 1 at first, after a step of gradients of a dtype that are 0.5."""
     weight = keras.Variable(np.ones(1), dtype=dtype)
     scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(0.5))))
@@ -144,16 +144,16 @@ def stepped(optimizer: Any, dtype: str, grads: str) -> float:
     return float(keras.ops.convert_to_numpy(weight.value)[0])
 
 
-def weights(folder: Path) -> dict[str, Any]:
+def weights(folder: Path):
     """Save and load weights without the model, and back up a run; on torch use other scalers, too, and dtypes."""
     found = importlib.import_module(f"gradscale_{keras.config.backend()}.keras_optimizer")
 
-    def compiled(*arguments: Any) -> Any:
+    def compiled(*arguments):
         model = made_model()
         model.compile(optimizer=found.ScaledOptimizer(keras.optimizers.SGD(0.25), *arguments), loss="mse")
         return model
 
-    def fitted(model: Any, overflows: list[int], **options: Any) -> Any:
+    def fitted(model, overflows: list[int], **options):
         model.fit(*made_pairs(overflows), batch_size=8, shuffle=False, verbose=0, **options)
         return model
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from axes import require
 from jax_tracing import trace_pure_functions
-from numpy.typing import NDArray
 
 from gradscale import registry
 from gradscale.core.backend import Backend
@@ -65,19 +64,19 @@ class Library:
         """Return the names of all real floating dtypes."""
         return (*self.halves, *REALS)
 
-    def dtype(self, name: str) -> Any:
+    def dtype(self, name: str):
         """Return a dtype of this library by its name."""
         # dask computes in any dtype of NumPy, and its namespace names those of the standard alone.
         return np.dtype(name) if self.name == "dask" else getattr(self.xp, name)
 
-    def asarray(self, values: Any, dtype: str = "float32", **options: Any) -> Any:
+    def asarray(self, values, dtype: str = "float32", **options):
         """Return an array of this library; read-only in that row."""
         x = self.xp.asarray(values, dtype=self.dtype(dtype), **options)
         if self.readonly:
             x.flags.writeable = False
         return x
 
-    def to_numpy(self, x: Any) -> NDArray[Any]:
+    def to_numpy(self, x):
         """Return the values as a NumPy array; half precision of torch as float32, a lazy array computed."""
         if self.name == "dask":
             return np.array(x.compute())
@@ -87,16 +86,16 @@ class Library:
             x = x.float()
         return np.array(x) if self.name.startswith("numpy") else np.from_dlpack(x).copy()
 
-    def item(self, x: Any) -> Any:
+    def item(self, x):
         """Return the value of a 0-d array as a Python number."""
         assert x.shape == (), x
         return self.to_numpy(x).item()
 
-    def assert_is_mine(self, x: Any) -> None:
+    def assert_is_mine(self, x):
         """Assert that an object is an array of this library, not a scalar and not of another one."""
         assert type(x) is type(self.xp.asarray(1.0)), f"{x!r} of type {type(x)} is no array of {self.name}"
 
-    def assert_array(self, x: Any, expected: Any, dtype: str = "float32") -> None:
+    def assert_array(self, x, expected, dtype: str = "float32"):
         """Assert library, dtype, shape and every bit of the values; NaN equals NaN, and -0.0 is not 0.0."""
         self.assert_is_mine(x)
         assert x.dtype == self.dtype(dtype), f"{x.dtype} is not {dtype}"
@@ -108,7 +107,7 @@ class Library:
         if np.isrealobj(got):
             np.testing.assert_array_equal(np.signbit(got[~np.isnan(got)]), np.signbit(wanted[~np.isnan(wanted)]))
 
-    def state(self, state: Any) -> tuple[float, int, int, int]:
+    def state(self, state) -> tuple[float, int, int, int]:
         """Return a ScaleState as Python numbers, after asserting its dtypes and shapes."""
         for field, dtype in zip(state, ("float32", "int32", "int32", "int32"), strict=True):
             self.assert_is_mine(field)

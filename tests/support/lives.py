@@ -35,7 +35,7 @@ CALLS = {"backward": 4, "unscale": 5, "step": 8, "update": 5, "set_scale": 0.1, 
 class Model:
     """What a scaler does, as plainly as it can be said."""
 
-    def __init__(self, size: int, has_group: bool) -> None:
+    def __init__(self, size: int, has_group: bool):
         self.scale, self.run, self.iteration = 2.0**16, 0, 1
         self.growth, self.backoff, self.interval = 2.0, 0.5, 5
         # Whether another rank may have scaled; whether nothing ever was, or since a load; and in this iteration.
@@ -44,7 +44,7 @@ class Model:
         self.gradients = [[0.0] * size for _ in range(OPTIMIZERS)]
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self):
         """Begin an iteration."""
         self.stages = ["ready"] * OPTIMIZERS
         self.bad, self.idle = [False] * OPTIMIZERS, [False] * OPTIMIZERS
@@ -63,13 +63,13 @@ class Model:
         with np.errstate(all="ignore"):
             return [float(np.float32(value / self.scale)) for value in self.gradients[k]]
 
-    def divide(self, k: int) -> None:
+    def divide(self, k: int):
         """Unscale in float32: gradients that are unscaled again in a later iteration drift away."""
         self.gradients[k] = self.divided(k)
         self.bad[k] = not all(map(math.isfinite, self.gradients[k]))
         self.stages[k] = "unscaled"
 
-    def update(self) -> None:
+    def update(self):
         """End an iteration in which optimizers have been judged."""
         judged = [k for k in range(OPTIMIZERS) if self.stages[k] != "ready" and not self.idle[k]]
         self.is_fresh = self.is_fresh and not judged
@@ -86,7 +86,7 @@ class Model:
         self.is_scaled = False
         self.begin()
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         """Return what a state dict must say."""
         return {
             "scale": self.scale,
@@ -98,7 +98,7 @@ class Model:
         }
 
 
-def live(group: Any, calls: int, seed: int) -> dict[str, Any]:
+def live(group, calls: int, seed: int):
     """Make so many calls on one rank, comparing each with the model; return what all ranks must have alike.
 
     Raises
@@ -115,7 +115,7 @@ def live(group: Any, calls: int, seed: int) -> dict[str, Any]:
 
 
 class _Life:
-    def __init__(self, group: Any, seed: int) -> None:
+    def __init__(self, group, seed: int):
         self.group, self.chance = group, random.Random(seed)
         self.rank, self.size = (0, 1) if group is None else rank_and_size(group)
         self.scaler = self.make()
@@ -128,13 +128,13 @@ class _Life:
         if group is not None:
             self.backward()
 
-    def make(self, **settings: Any) -> Any:
+    def make(self, **settings):
         settings = {"growth_interval": 5} | settings
         if self.group is None:
             return gradscale.GradScaler(**settings)
         return gradscale.ShardedGradScaler(group=self.group, timeout=60.0, **settings)
 
-    def call(self, compares: bool) -> None:
+    def call(self, compares: bool):
         (name,) = self.chance.choices(list(CALLS), list(CALLS.values()))
         self.story.append(name)
         self.counts[name] += 1
@@ -147,10 +147,10 @@ class _Life:
             is_close = math.isclose(found, expected, rel_tol=2e-6, abs_tol=1e-37)
             assert is_close or (math.isnan(found) and math.isnan(expected)), (found, expected, *self.story)
 
-    def require(self, found: Any, expected: Any) -> None:
+    def require(self, found, expected):
         assert found == expected, (found, expected, f"rank {self.rank} of {self.size}", *self.story)
 
-    def refused(self, call: Callable[[], Any], said: str = "") -> None:
+    def refused(self, call: Callable[[], Any], said: str = ""):
         """Assert that a call is an error of order."""
         self.counts[f"{self.story[-1]} refused"] += 1
         told = "accepted"
@@ -161,7 +161,7 @@ class _Life:
         assert told != "accepted", self.story
         assert said in told
 
-    def backward(self) -> None:
+    def backward(self):
         model = self.model
         self.require(float(self.scaler.scale(np.float32(1.0))), model.scale)
         model.is_new, model.is_unused, model.is_fresh, model.is_scaled = False, False, False, True
@@ -174,7 +174,7 @@ class _Life:
                 model.gradients[k] = [float(np.float32(value * model.scale)) for value in values]
             optimizer.grads = [np.array([model.gradients[k][self.rank]], np.float32)]
 
-    def unscale(self) -> None:
+    def unscale(self):
         k, how = self.chance.randrange(OPTIMIZERS), self.chance.choice(["plain", "plain", "rank", "group"])
         if self.model.stages[k] != "ready":
             self.refused(lambda: self.scaler.unscale_(self.optimizers[k]))
@@ -202,7 +202,7 @@ class _Life:
             pairs = zip(values, norms, strict=True)
             self.model.gradients[k] = [value * min(MAX_NORM / (norm + 1e-6), 1.0) for value, norm in pairs]
 
-    def step(self) -> None:
+    def step(self):
         k = self.chance.randrange(OPTIMIZERS)
         optimizer, model = self.optimizers[k], self.model
         if model.stages[k] == "stepped" and (model.iteration, k) not in self.left_out:
@@ -236,14 +236,14 @@ class _Life:
         diagnosis = self.scaler.diagnose(optimizer, params=optimizer.weights, state={"past": optimizer.weights})
         self.require((diagnosis.broken, diagnosis.cause in ("weights", "optimizer state")), ((), False))
 
-    def refuse_unscaled(self, k: int, call: Callable[[Any], Any]) -> None:
+    def refuse_unscaled(self, k: int, call: Callable[[Any], Any]):
         """Assert that gradients of a loss that no rank has scaled are an error; over a group they are divided."""
         self.refused(lambda: call(self.optimizers[k]), r"scale() has never been called")
         if self.group is not None:
             self.model.divide(k)
             self.model.stages[k], self.model.bad[k] = "ready", False
 
-    def update(self) -> None:
+    def update(self):
         # A step that is left out after unscale_ counts all the same.
         if self.model.stages == ["ready"] * OPTIMIZERS:
             self.refused(self.scaler.update)
@@ -251,14 +251,14 @@ class _Life:
         self.scaler.update()
         self.model.update()
 
-    def set_scale(self) -> None:
+    def set_scale(self):
         wanted = 2.0 ** self.chance.randint(-126, 127)
         self.scaler.update(np.array([wanted], np.float32) if self.chance.random() < 0.5 else wanted)
         self.model.scale, self.model.is_scaled, self.model.is_new = wanted, False, False
         self.model.iteration += 1
         self.model.begin()
 
-    def resume(self) -> None:
+    def resume(self):
         """Go on with a copy, or with a state dict that is loaded."""
         how = self.chance.choice(["pickle", "deepcopy", "same", "fresh"])
         saved = json.loads(json.dumps(self.scaler.state_dict()))
@@ -287,7 +287,7 @@ class _Life:
             self.model.is_scaled, self.model.is_unused = False, True
         self.model.begin()
 
-    def change_setting(self) -> None:
+    def change_setting(self):
         if self.model.stages != ["ready"] * OPTIMIZERS:
             return
         name = self.chance.choice(["growth_interval", "growth_factor", "backoff_factor"])

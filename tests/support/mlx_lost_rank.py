@@ -15,7 +15,7 @@ import scenarios
 import gradscale
 
 
-def main(how: str) -> None:
+def main(how: str):
     """Make an iteration on both ranks, and two more on the first."""
     group = mx.distributed.init(strict=True, backend="ring")
     timeout = 2.0 if how == "late" else 30.0

@@ -20,24 +20,24 @@ class Weight(np.ndarray[Any, Any]):
 class Momentum:
     """An optimizer of a few weights, each with an array and a number in the optimizer's state."""
 
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count: int = 2):
         self.weights = [np.ones(3, np.float32).view(Weight) for _ in range(count)]
         self.param_groups = [{"params": self.weights, "param_names": [f"layer.{k}" for k in range(count)]}]
         self.state: dict[Any, Any] = {
             weight: {"exp_avg": np.zeros(3, np.float32), "step": np.int32(0)} for weight in self.weights
         }
 
-    def step(self) -> None:
+    def step(self):
         """Leave the weights as they are."""
 
 
-def of(optimizer: Momentum, k: int) -> dict[str, Any]:
+def of(optimizer: Momentum, k: int):
     """Return the state of one weight."""
     held: dict[str, Any] = optimizer.state[optimizer.weights[k]]
     return held
 
 
-def overflow(scaler: Any, optimizer: Momentum, value: float = math.inf) -> Any:
+def overflow(scaler, optimizer: Momentum, value: float = math.inf):
     """Make an iteration with these gradients, and return its report."""
     factor = scaler.scale(np.float32(1.0))
     with np.errstate(all="ignore"):

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worlds import run_cases
 
 
-def main() -> None:
+def main():
     """Serve until the connection is closed."""
     # For a rank that hangs.
     faulthandler.register(signal.SIGUSR2, all_threads=True)

@@ -14,7 +14,7 @@ __all__ = [
     *("run_all_steps", "run_clean_steps", "scaled_step"),
 ]
 
-optax: Any = require("optax")
+optax = require("optax")
 SHAPES = {"weight": (3, 4), "bias": (4,)}
 HOWS = ("eager", "jit", "scan")
 
@@ -27,7 +27,7 @@ class Run(NamedTuple):
     states: Any
 
 
-def first_params(dtype: Any = np.float32) -> dict[str, Any]:
+def first_params(dtype=np.float32):
     """Return parameters as JAX arrays; one of them is a negative zero."""
     generator = np.random.default_rng(1)
     params = {name: generator.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
@@ -44,23 +44,23 @@ def gradients(steps: int, bad: frozenset[int]) -> dict[str, np.ndarray]:
     return made
 
 
-def _numpy(leaf: Any) -> np.ndarray:
+def _numpy(leaf) -> np.ndarray:
     is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 @functools.cache
-def _compiled(step: Any) -> tuple[Any, Any, Any]:
+def _compiled(step):
     """Return what drive calls for a step: one iteration, the same jitted, and a jitted loop."""
 
-    def carried(carry: Any, grads: Any) -> Any:
+    def carried(carry, grads):
         params, updates, state = step(*carry, grads)
         return (params, state), (params, updates, state)
 
     return carried, jax.jit(carried), jax.jit(lambda carry, grads: jax.lax.scan(carried, carry, grads))
 
 
-def drive(step: Any, params: Any, state: Any, grads: Any, how: str) -> Run:
+def drive(step, params, state, grads, how: str) -> Run:
     """Run ``step(params, state, gradients) -> (params, updates, state)`` over stacked gradients, in one of HOWS."""
     stacked = jax.tree.map(jnp.asarray, grads)
     carried, jitted, scanned = _compiled(step)
@@ -75,11 +75,11 @@ def drive(step: Any, params: Any, state: Any, grads: Any, how: str) -> Run:
     return Run(*jax.tree.map(lambda *leaves: np.stack(leaves), *lefts))
 
 
-def scaled_step(tx: Any) -> Any:
+def scaled_step(tx):
     """Return a step that differentiates a scaled loss, whose unscaled gradients are the ones given."""
 
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        def loss(params: Any) -> Any:
+    def step(params, state, grads):
+        def loss(params):
             dots = jax.tree.map(lambda p, g: jnp.sum(p.astype(jnp.float32) * g.astype(jnp.float32)), params, grads)
             return gradscale_jax.scale(sum(jax.tree.leaves(dots)), gradscale_jax.scale_state(state))
 
@@ -88,23 +88,23 @@ def scaled_step(tx: Any) -> Any:
     return step
 
 
-def plain_step(tx: Any) -> Any:
+def plain_step(tx):
     """Return a step of a transformation on the gradients as they are."""
 
-    def step(params: Any, state: Any, grads: Any) -> Any:
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), updates, state
 
     return step
 
 
-def run_all_steps(step: Any, tx: Any, how: str, steps: int, bad: frozenset[int]) -> Run:
+def run_all_steps(step, tx, how: str, steps: int, bad: frozenset[int]) -> Run:
     """Run a step over the gradients of all steps."""
     params = first_params()
     return drive(step, params, tx.init(params), gradients(steps, bad), how)
 
 
-def run_clean_steps(step: Any, tx: Any, how: str, steps: int, bad: frozenset[int]) -> Run:
+def run_clean_steps(step, tx, how: str, steps: int, bad: frozenset[int]) -> Run:
     """Run a step over the gradients of the clean steps alone; the bad ones then repeat what was before them."""
     params = first_params()
     state = tx.init(params)
@@ -115,7 +115,7 @@ def run_clean_steps(step: Any, tx: Any, how: str, steps: int, bad: frozenset[int
     run = drive(step, params, state, grads, how)
     taken = np.cumsum([index not in bad for index in range(steps)])
 
-    def spread(first: Any, leaves: Any) -> Any:
+    def spread(first, leaves):
         return np.concatenate([_numpy(first)[None], leaves])[taken]
 
     updates = jax.tree.map(lambda leaves: leaves[taken - 1].copy(), run.updates)
@@ -124,7 +124,7 @@ def run_clean_steps(step: Any, tx: Any, how: str, steps: int, bad: frozenset[int
     return Run(jax.tree.map(spread, params, run.params), updates, jax.tree.map(spread, state, run.states))
 
 
-def assert_same_bits(left: Any, right: Any) -> None:
+def assert_same_bits(left, right):
     """Compare trees leaf by leaf: structure, dtype, shape, and every bit but the payload of a NaN."""
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True):
@@ -136,7 +136,7 @@ def assert_same_bits(left: Any, right: Any) -> None:
         np.testing.assert_array_equal(a, b, err_msg=where)
 
 
-def assert_close(left: Any, right: Any) -> None:
+def assert_close(left, right):
     """Compare trees up to float32's rounding, which a compiler's fused multiply-adds change; integers exactly."""
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):

@@ -14,14 +14,14 @@ __all__ = ["Evaluating", "Grouped", "Parameter", "Recording", "Tree", "iterate",
 class Parameter:
     """A parameter of torch's convention."""
 
-    def __init__(self, grad: Any = None) -> None:
+    def __init__(self, grad=None):
         self.grad = grad
 
 
 class Recording:
     """Counts its steps, and keeps what they were called with and the gradients that they saw."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.seen: list[Any] = []
 
@@ -30,13 +30,13 @@ class Recording:
         """Return how many steps have been made."""
         return len(self.calls)
 
-    def step(self, *args: Any, **kwargs: Any) -> str:
+    def step(self, *args, **kwargs) -> str:
         """Record one step."""
         self.calls.append((args, kwargs))
         self.seen.append(self.gradients())
         return "stepped"
 
-    def gradients(self) -> Any:
+    def gradients(self):
         """Return the gradients as they are."""
         raise NotImplementedError
 
@@ -44,16 +44,16 @@ class Recording:
 class Grouped(Recording):
     """An optimizer with ``param_groups`` of parameters."""
 
-    def __init__(self, *groups: Sequence[Any]) -> None:
+    def __init__(self, *groups: Sequence[Any]):
         super().__init__()
         self.param_groups: Any = [{"params": [Parameter(grad) for grad in grads]} for grads in groups]
 
     @property
-    def parameters(self) -> list[Any]:
+    def parameters(self):
         """Return the parameters of all groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def gradients(self) -> list[Any]:
+    def gradients(self):
         """Return every parameter's gradient."""
         return [parameter.grad for parameter in self.parameters]
 
@@ -61,11 +61,11 @@ class Grouped(Recording):
 class Tree(Recording):
     """An optimizer with a ``grads`` tree."""
 
-    def __init__(self, grads: Any = None) -> None:
+    def __init__(self, grads=None):
         super().__init__()
         self.grads = grads
 
-    def gradients(self) -> Any:
+    def gradients(self):
         """Return the tree."""
         return self.grads
 
@@ -79,7 +79,7 @@ class Evaluating:
         How often.
     """
 
-    def __init__(self, evaluations: int = 1) -> None:
+    def __init__(self, evaluations: int = 1):
         self.grads: Any = None
         self.seen: list[Any] = []
         self.losses: list[Any] = []
@@ -95,13 +95,13 @@ class Evaluating:
         return "minimised"
 
 
-def scaled(arrays: Library, scaler: Any, *values: Any, dtype: str = "float32") -> list[Any]:
+def scaled(arrays: Library, scaler, *values, dtype: str = "float32"):
     """Return gradients that a backward pass of the scaled loss would give: the values times the scale."""
     scaler.scale(arrays.asarray(1.0))
     return [arrays.asarray([value * scaler.get_scale()], dtype) for value in values]
 
 
-def iterate(arrays: Library, scaler: Any, optimizer: Any, values: Sequence[float] = (1.0,)) -> Any:
+def iterate(arrays: Library, scaler, optimizer, values: Sequence[float] = (1.0,)):
     """Make one iteration in which the true gradients of a ``Tree`` are these values; return its report."""
     factor = scaler.scale(arrays.asarray(1.0))
     optimizer.grads = [arrays.asarray([value], "float32") * factor for value in values]
@@ -110,7 +110,7 @@ def iterate(arrays: Library, scaler: Any, optimizer: Any, values: Sequence[float
     return scaler.last_step(optimizer)
 
 
-def iterate_plainly(scaler: Any, iterations: int) -> None:
+def iterate_plainly(scaler, iterations: int):
     """Make some iterations of NumPy's, all of them clean."""
     optimizer = Tree()
     for _ in range(iterations):

@@ -40,7 +40,7 @@ class Own(gradscale.DynamicScale):
     log: Any = dataclasses.field(default_factory=list, compare=False)
 
 
-def by_name() -> dict[str, Any]:
+def by_name():
     """Return settings, no two of which are equal, made anew."""
     return {
         "none": None,
@@ -61,7 +61,7 @@ def by_name() -> dict[str, Any]:
     }
 
 
-def made(setting: Any, **settings: Any) -> Own:
+def made(setting, **settings) -> Own:
     """Return a policy with a setting."""
     return Own(setting=setting, log=[object()], **settings)
 

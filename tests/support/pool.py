@@ -38,7 +38,7 @@ class Ranks:
         Of the ranks.
     """
 
-    def __init__(self, size: int, command: Callable[[str], list[str]], environment: dict[str, str]) -> None:
+    def __init__(self, size: int, command: Callable[[str], list[str]], environment: dict[str, str]):
         self.pids: dict[int, int] = {}
         self._connections: dict[int, Connection] = {}
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
@@ -61,7 +61,7 @@ class Ranks:
             except TimeoutError:
                 raise self._broken(f"of {size} ranks {sorted(self.pids)} have connected") from None
 
-    def ask(self, task: bytes, limit: float) -> list[Any]:
+    def ask(self, task: bytes, limit: float):
         """Run a task on every rank within some seconds; what each answered.
 
         Raises
@@ -91,7 +91,7 @@ class Ranks:
             raise
         return [answers[rank] for rank in sorted(answers)]
 
-    def end(self) -> None:
+    def end(self):
         """Let the ranks end, as a program does; a RuntimeError if one does not, or fails."""
         for connection in self._connections.values():
             connection.close()
@@ -104,12 +104,12 @@ class Ranks:
             raise self._broken("the ranks did not end well")
         self._printed.close()
 
-    def kill(self) -> None:
+    def kill(self):
         """End every rank at once, and the launcher."""
         self._stop()
         self._printed.close()
 
-    def _stop(self) -> None:
+    def _stop(self):
         for connection in self._connections.values():
             connection.close()
         for pid in self.pids.values():
@@ -123,7 +123,7 @@ class Ranks:
             self._launcher.kill()
             self._launcher.wait()
 
-    def _print_where(self, ranks: list[int]) -> None:
+    def _print_where(self, ranks: list[int]):
         """Let ranks print what they are doing."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):

@@ -87,7 +87,7 @@ def interrupted(
     return process.returncode, errors
 
 
-def _drain(terminal: int, seen: bytearray) -> None:
+def _drain(terminal: int, seen: bytearray):
     """Read what is printed to a terminal, until nobody has it open any more."""
     while True:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 __all__ = ["GUARD_PAGE", "INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on", "run_on"]
 
@@ -22,7 +21,7 @@ def blocks_on(page: Path) -> dict[str, str]:
     return dict(found)
 
 
-def run_on(page: Path, name: str, /, **given: Any) -> dict[str, Any]:
+def run_on(page: Path, name: str, /, **given):
     """Run a recipe of a page with these names, and return all names that there are then."""
     exec(compile(blocks_on(page)[name], f"{page.name}: {name}", "exec"), given)
     return given

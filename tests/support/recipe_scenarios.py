@@ -54,7 +54,7 @@ def overflowing(calls: Collection[int]) -> Callable[[Tensor], None]:
     """Return a hook that makes a weight's gradient infinite where it is accumulated for these times, from 1."""
     counted = itertools.count(1)
 
-    def hook(weight: Tensor) -> None:
+    def hook(weight: Tensor):
         if next(counted) in calls:
             assert weight.grad is not None
             weight.grad.fill_(torch.inf)
@@ -71,16 +71,16 @@ class Losses:
         Which calls, counted from 1.
     """
 
-    def __init__(self, overflows: Collection[int] = ()) -> None:
+    def __init__(self, overflows: Collection[int] = ()):
         self.overflows = overflows
         self.calls = itertools.count(1)
 
-    def __call__(self, model: Any, batch: Tensor) -> Tensor:
+    def __call__(self, model, batch: Tensor) -> Tensor:
         loss: Tensor = model(batch).float().square().mean()
         return loss * torch.inf if next(self.calls) in self.overflows else loss
 
 
-def granted(overflows: Collection[int]) -> dict[str, Any]:
+def granted(overflows: Collection[int]):
     """Return what most pages take for granted; some losses are infinite."""
     model = made_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,17 +89,17 @@ def granted(overflows: Collection[int]) -> dict[str, Any]:
     return names | {"loss_of": Losses(overflows)}
 
 
-def run_block(name: str, **given: Any) -> dict[str, Any]:
+def run_block(name: str, **given):
     """Run a block of the page with these names, and return all names that there are then."""
     return run_on(TORCH_PAGE, name, **{"loader": made_loader(), "loss_of": Losses()} | given)
 
 
-def run_case(group: Any, name: str, *args: Any) -> Any:
+def run_case(group, name: str, *args):
     """Run the scenario of this name."""
     return globals()[name](group, *args)
 
 
-def ddp(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, Any]:
+def ddp(group, overflows: tuple[int, ...], bad_rank: int):
     """Train a replica on each rank, on batches of its own, of which one rank's overflow."""
     rank = dist.get_rank(group)
     model, loader = made_model(), [batch + rank for batch in made_loader()]
@@ -114,7 +114,7 @@ def ddp(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, Any]
     }
 
 
-def actor(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, Any]:
+def actor(group, overflows: tuple[int, ...], bad_rank: int):
     """Train the actor over the ranks, of which one overflows in some micro-batches."""
     model = made_model()
     dtypes = set()
@@ -131,7 +131,7 @@ def actor(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, An
     }
 
 
-def checkpoint(group: Any, folder: str) -> dict[str, Any]:
+def checkpoint(group, folder: str):
     """Train the actor, save it, and load what was saved into another scaler."""
     losses = Losses([2] if dist.get_rank(group) == 1 else [])
     names = run_block("actor", actor=made_model(), loss_of=losses)
@@ -141,7 +141,7 @@ def checkpoint(group: Any, folder: str) -> dict[str, Any]:
     return {"before": before.state_dict(), "after": names["scaler"].state_dict()}
 
 
-def accelerate_fsdp2(group: Any, folder: str) -> dict[str, Any]:
+def accelerate_fsdp2(group, folder: str):
     """Train with accelerate and FSDP2, save, and load into an accelerator that has made no step."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -154,7 +154,7 @@ def accelerate_fsdp2(group: Any, folder: str) -> dict[str, Any]:
         fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="no_wrap"
     )
 
-    def prepared() -> tuple[Any, Any, Any]:
+    def prepared():
         accelerator = Accelerator(mixed_precision="fp16", cpu=True)
         # Accelerate shards on GPUs alone, and its states take what they are from this one.
         plugin.set_mixed_precision("fp16")
@@ -185,22 +185,20 @@ def accelerate_fsdp2(group: Any, folder: str) -> dict[str, Any]:
 class OptimizersContainer(torch.optim.Optimizer):
     """Several optimizers behind one, which is of the parameters of all model parts, as torchtitan has it."""
 
-    def __init__(self, parts: Collection[nn.Module], **options: Any) -> None:
+    def __init__(self, parts: Collection[nn.Module], **options):
         self.optimizers = [torch.optim.SGD(part.parameters(), **options) for part in parts]
         super().__init__([weight for part in parts for weight in part.parameters()], options)
 
-    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def step(self, *args, **kwargs):  # type: ignore[override]
         for optimizer in self.optimizers:
             optimizer.step(*args, **kwargs)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args, **kwargs):
         for optimizer in self.optimizers:
             optimizer.zero_grad(*args, **kwargs)
 
 
-def sharded_by_torchtitan(
-    group: Any, dtype: torch.dtype, groups: dict[str, dict[str, Any]], steps: int
-) -> dict[str, Any]:
+def sharded_by_torchtitan(group, dtype: torch.dtype, groups: dict[str, dict[str, Any]], steps: int):
     """Return a model in a low precision over the ranks, and torchtitan's containers for groups by their patterns."""
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
@@ -214,7 +212,7 @@ def sharded_by_torchtitan(
     return {"model": model, "optimizers": optimizers, "lr_schedulers": schedules}
 
 
-def torchtitan(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, Any]:
+def torchtitan(group, overflows: tuple[int, ...], bad_rank: int):
     """Train with torchtitan's own containers, of a fused optimizer and another one; one rank overflows."""
     groups = {
         "weight": {"optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 0.01}},
@@ -232,7 +230,7 @@ def torchtitan(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[st
     }
 
 
-def pipeline(group: Any, overflows: tuple[int, ...], bad_part: int) -> dict[str, Any]:
+def pipeline(group, overflows: tuple[int, ...], bad_part: int):
     """Train parts of a network in a pipeline of the ranks; one part's gradient overflows in some micro-batches."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     parts = {index: part for index, part in enumerate(made_parts()) if index % size == rank}

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from libraries import Library
 
 __all__ = ["follow", "scales", "start"]
 
 
-def start(arrays: Library, policy: Any, **numbers: float) -> Any:
+def start(arrays: Library, policy, **numbers: float):
     """Return the first state of a policy, with some fields replaced."""
     state = policy.init(arrays.asarray(0.0))
     dtypes = dict(zip(state._fields, ("float32", "int32", "int32", "int32"), strict=True))
     return state._replace(**{name: arrays.asarray(number, dtypes[name]) for name, number in numbers.items()})
 
 
-def follow(arrays: Library, policy: Any, sequence: str, state: Any = None) -> list[Any]:
+def follow(arrays: Library, policy, sequence: str, state=None):
     """Return the state after each step of a sequence."""
     state = policy.init(arrays.asarray(0.0)) if state is None else state
     states = []
@@ -26,6 +24,6 @@ def follow(arrays: Library, policy: Any, sequence: str, state: Any = None) -> li
     return states
 
 
-def scales(arrays: Library, policy: Any, sequence: str, state: Any = None) -> list[float]:
+def scales(arrays: Library, policy, sequence: str, state=None) -> list[float]:
     """Return the scale after each step of a sequence."""
     return [arrays.state(state)[0] for state in follow(arrays, policy, sequence, state)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,12 +29,12 @@ PLAIN = ("numpy", "mlx")
 class SGD:
     """The smallest optimizer with a ``grads`` tree, and a count of the steps really made."""
 
-    def __init__(self, grads: Any) -> None:
+    def __init__(self, grads):
         self.grads = grads
         self.weights = np.ones(4, dtype=np.float32)
         self.steps = 0
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         """Evaluate the closure, if there is one, move the weights by what is the same on every rank, and count."""
         value = "moved" if closure is None else closure()
         self.weights -= np.float32(0.1)
@@ -41,20 +42,20 @@ class SGD:
         return value
 
 
-def rank_and_size(group: Any) -> tuple[int, int]:
+def rank_and_size(group) -> tuple[int, int]:
     """Return the rank and size of a communicator, of thread collectives or of a process group of torch."""
     if callable(group.rank):
         return group.rank(), group.size()
     return group.rank, group.size
 
 
-def begun(group: Any, **settings: Any) -> tuple[int, Any, SGD]:
+def begun(group, **settings):
     """Return the rank, a scaler over the group, and an optimizer."""
     scaler = gradscale.ShardedGradScaler(group=group, timeout=TIMEOUT, **settings)
     return rank_and_size(group)[0], scaler, SGD(None)
 
 
-def gradients(library: str, value: float = 1.0) -> list[Any]:
+def gradients(library: str, value: float = 1.0):
     """Return a few gradients of a library, scaled by the default scale."""
     xp = importlib.import_module(
         {"strict": "array_api_strict", "jax": "jax.numpy", "mlx": "mlx.core"}.get(library, library)
@@ -62,12 +63,12 @@ def gradients(library: str, value: float = 1.0) -> list[Any]:
     return [xp.full(shape, value * 65536.0, dtype=xp.float32) for shape in SHAPES]
 
 
-def loss(library: str, value: float = 65536.0) -> Any:
+def loss(library: str, value: float = 65536.0):
     """Return a 0-d float32 of a library."""
     return gradients(library, value / 65536.0)[-1]
 
 
-def iterate(scaler: Any, optimizer: SGD, grads: list[Any]) -> gradscale.StepReport:
+def iterate(scaler, optimizer: SGD, grads: list[Any]) -> gradscale.StepReport:
     """Make one whole iteration."""
     scaler.scale(np.float32(1.0))
     optimizer.grads = grads
@@ -89,10 +90,20 @@ def raised(kind: type[Exception], call: Callable[[], Any], *said: str) -> Except
     return found
 
 
+def behaving(group, how: str):
+    """Do well, or as a rank of a test that has to fail."""
+    rank, _ = rank_and_size(group)
+    if how == "dies" and rank == 1:
+        os._exit(0)
+    assert how != "raises everywhere"
+    assert (how, rank) != ("raises", 1)
+    return rank if how == "differs" else 0
+
+
 # Steps.
 
 
-def overflow_on(group: Any, bad_ranks: list[int], value: float, library: str, explicit: bool) -> Any:
+def overflow_on(group, bad_ranks: list[int], value: float, library: str, explicit: bool):
     """Overflow on some ranks in the second of four iterations, with or without an explicit unscale_."""
     rank, scaler, optimizer = begun(group)
     reasons = []
@@ -114,13 +125,13 @@ def overflow_on(group: Any, bad_ranks: list[int], value: float, library: str, ex
     return reasons, scaler.state_dict(), optimizer.weights.tobytes()
 
 
-def empty_on(group: Any, empty_rank: int, bad_rank: int | None, kind: str, library: str = "numpy") -> None:
+def empty_on(group, empty_rank: int, bad_rank: int | None, kind: str, library: str = "numpy"):
     """Give a rank no gradients in three iterations; another one may overflow in the second.
 
     ``kind`` is what it has instead; on "no backend" it is told no library either.
     """
     rank, scaler, optimizer = begun(group, **({} if kind == "no backend" else {"backend": "numpy"}))
-    nothing: Any = {"none": [None, None], "zero-size": [np.zeros((0, 3), dtype=np.float32)]}.get(kind, [])
+    nothing = {"none": [None, None], "zero-size": [np.zeros((0, 3), dtype=np.float32)]}.get(kind, [])
     skipped = []
     for iteration in range(3):
         # A rank without gradients may never have a loss either (the inner stages of a pipeline).
@@ -136,7 +147,7 @@ def empty_on(group: Any, empty_rank: int, bad_rank: int | None, kind: str, libra
     assert (scaler.get_scale(), optimizer.steps) == ((2.0**15, 2) if has_overflown else (2.0**16, 3))
 
 
-def empty_everywhere(group: Any) -> None:
+def empty_everywhere(group):
     """Step where no rank has a gradient."""
     _, scaler, optimizer = begun(group, backend="numpy")
     scaler.scale(np.float32(1.0))
@@ -145,7 +156,7 @@ def empty_everywhere(group: Any) -> None:
     raised(gradscale.CallOrderError, lambda: scaler.step(optimizer), said)
 
 
-def closure_overflow(group: Any, bad_rank: int) -> Any:
+def closure_overflow(group, bad_rank: int):
     """Overflow inside a closure on one rank until the scale has fallen twice."""
     rank, scaler, optimizer = begun(group)
     evaluations = []
@@ -165,7 +176,7 @@ def closure_overflow(group: Any, bad_rank: int) -> Any:
     assert scaler.get_scale() == 16384.0
 
 
-def underflow(group: Any, bad_rank: int) -> Any:
+def underflow(group, bad_rank: int):
     """Overflow at the minimum scale on one rank: every rank raises, and can go on."""
     policy = gradscale.DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
     rank, scaler, optimizer = begun(group, policy=policy)
@@ -177,7 +188,7 @@ def underflow(group: Any, bad_rank: int) -> Any:
     return str(error), scaler.state_dict()
 
 
-def collectives_conform(group: Any, library: str, repetitions: int) -> None:
+def collectives_conform(group, library: str, repetitions: int):
     """Run the conformance suite on the group."""
     check_collectives(registry.collectives_for(group, 20.0), gradients(library)[0], repetitions=repetitions)
 
@@ -186,7 +197,7 @@ def collectives_conform(group: Any, library: str, repetitions: int) -> None:
 PARTS = ([3.0, -4.0, 0.5], [12.0], [])
 
 
-def clip_parts(group: Any, bad_rank: int, value: float) -> Any:
+def clip_parts(group, bad_rank: int, value: float):
     """Make three iterations, the second with a bad value on one rank, clipped to the norm of all ranks' parts."""
     rank, scaler, optimizer = begun(group, init_scale=8.0, backend="numpy")
     expected = math.hypot(*(x for part in PARTS[: rank_and_size(group)[1]] for x in part))
@@ -217,10 +228,10 @@ class EveryRank:
 
     every_rank = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[Any] = []
 
-    def __call__(self, report: Any) -> None:
+    def __call__(self, report):
         """Keep a report."""
         self.seen.append(report)
 
@@ -230,7 +241,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def start_max(self, x: Any, /) -> Any:
+    def start_max(self, x, /):
         """Agree with oneself."""
         return lambda: x
 
@@ -238,18 +249,18 @@ class Alone:
 class Counting:
     """A group that keeps its messages."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group):
         (self._group,) = registry.all_collectives_for(group, TIMEOUT)
         self.rank, self.size = self._group.rank, self._group.size
         self.sent: list[Any] = []
 
-    def start_max(self, x: Any, /) -> Any:
+    def start_max(self, x, /):
         """Send a message."""
         self.sent.append(x)
         return self._group.start_max(x)
 
 
-def callbacks_on(group: Any, bad_rank: int, grouped: str) -> Any:
+def callbacks_on(group, bad_rank: int, grouped: str):
     """Make a clean iteration and one with an overflow on one rank; callbacks are told on rank 0, or on every rank."""
     skips: list[Any] = []
     updates: list[Any] = []
@@ -270,7 +281,7 @@ def callbacks_on(group: Any, bad_rank: int, grouped: str) -> Any:
     return [(report.skipped, report.scale) for report in scaler.history]
 
 
-def callbacks_without_a_group(group: Any, fused: bool) -> None:
+def callbacks_without_a_group(group, fused: bool):
     """Run replicated ranks (DDP) with torch's replacement, which decides alone: what is told is told once."""
     import torch
 
@@ -293,12 +304,12 @@ def callbacks_without_a_group(group: Any, fused: bool) -> None:
 # GroupAgreement.
 
 
-def agreement(group: Any, policy: Any) -> gradscale.GroupAgreement:
+def agreement(group, policy) -> gradscale.GroupAgreement:
     """Return what loops of pure functions agree by."""
     return gradscale.GroupAgreement(group, policy, timeout=TIMEOUT)
 
 
-def pure_loop(group: Any, bad_rank: int, value: float, library: str) -> Any:
+def pure_loop(group, bad_rank: int, value: float, library: str):
     """Train four steps; at the second one rank's gradients are not finite."""
     rank, _ = rank_and_size(group)
     policy = gradscale.DynamicScale(growth_interval=2)
@@ -318,7 +329,7 @@ def pure_loop(group: Any, bad_rank: int, value: float, library: str) -> Any:
     return states
 
 
-def spiking_loop(group: Any, bad_rank: int, library: str) -> Any:
+def spiking_loop(group, bad_rank: int, library: str):
     """Train eight steps; one rank sees spikes at the fifth and the sixth, in which the next rank overflows."""
     rank, size = rank_and_size(group)
     policy, rule = gradscale.DynamicScale(), gradscale.SkipSpikes(window=4)
@@ -343,7 +354,7 @@ def spiking_loop(group: Any, bad_rank: int, library: str) -> Any:
     return told
 
 
-def differing(group: Any, drifting_rank: int, what: str) -> None:
+def differing(group, drifting_rank: int, what: str):
     """Let one rank hold another scale, have another policy, leave out a call or judge no spikes; then agree twice."""
     rank, size = rank_and_size(group)
     drifts = rank == drifting_rank
@@ -361,7 +372,7 @@ def differing(group: Any, drifting_rank: int, what: str) -> None:
     raised(gradscale.BackendError, lambda: agree(nonfinite, state, spike), "construct a new GroupAgreement")
 
 
-def exhaustion(group: Any, bad_rank: int) -> None:
+def exhaustion(group, bad_rank: int):
     """Overflow on one rank at a minimum that must be raised, and go on."""
     rank, size = rank_and_size(group)
     policy = gradscale.DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise")
@@ -379,7 +390,7 @@ def exhaustion(group: Any, bad_rank: int) -> None:
 class Trainer:
     """A scaler over a group and its optimizers, of a library: "numpy", "mlx", "torch", or "torch fused"."""
 
-    def __init__(self, group: Any, library: str, count: int = 2, **settings: Any) -> None:
+    def __init__(self, group, library: str, count: int = 2, **settings):
         settings = {"timeout": TIMEOUT} | settings
         self.group, self.library = group, library
         self._counted: list[Any] = []
@@ -392,7 +403,7 @@ class Trainer:
             self.scaler = gradscale_torch.ShardedGradScaler("cpu", group=group, **settings)
         self.optimizers = [self.optimizer() for _ in range(count)]
 
-    def optimizer(self) -> Any:
+    def optimizer(self):
         """Return a new optimizer."""
         if self.library in PLAIN:
             return SGD(None)
@@ -407,12 +418,12 @@ class Trainer:
         """How many steps the optimizers have really made."""
         return len(self._counted) + sum(getattr(optimizer, "steps", 0) for optimizer in self.optimizers)
 
-    def refill(self, value: float = 1.0) -> None:
+    def refill(self, value: float = 1.0):
         """Call ``scale``, and give every optimizer gradients anew."""
         self.scaler.scale(loss(self.library.split()[0]))
         self.fill(value)
 
-    def fill(self, value: float) -> None:
+    def fill(self, value: float):
         """Give every optimizer gradients anew."""
         for optimizer in self.optimizers:
             if self.library in PLAIN:
@@ -421,7 +432,7 @@ class Trainer:
                 (parameter,) = optimizer.param_groups[0]["params"]
                 parameter.grad = parameter.detach().new_full((3,), value)
 
-    def iterate(self, order: tuple[int, ...] = (0, 1), unscales: bool = False, value: float = 1.0) -> None:
+    def iterate(self, order: tuple[int, ...] = (0, 1), unscales: bool = False, value: float = 1.0):
         """Make one iteration, with the optimizers in this order."""
         self.refill(value)
         if unscales:
@@ -435,12 +446,12 @@ class Trainer:
 class Members:
     """Collectives over some threads, each of which holds one of these for every group that it is in."""
 
-    def __init__(self, shared: dict[tuple[Any, int], dict[int, Any]], key: Any, ranks: list[int], rank: int) -> None:
+    def __init__(self, shared: dict[tuple[Any, int], dict[int, Any]], key, ranks: list[int], rank: int):
         self.rank, self.size = ranks.index(rank), len(ranks)
         self._shared, self._key, self._calls = shared, key, 0
         self._changed: threading.Condition = shared["changed"]  # type: ignore[index,assignment]
 
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
+    def start_max(self, x, /):
         """Begin a MAX over the members."""
         place = self._key, self._calls
         self._calls += 1
@@ -449,7 +460,7 @@ class Members:
             received[self.rank] = np.array(x, copy=True)
             self._changed.notify_all()
 
-        def finish() -> Any:
+        def finish():
             with self._changed:
                 assert self._changed.wait_for(lambda: len(received) == self.size, 20.0)
                 return np.max(np.stack(list(received.values())), axis=0)

@@ -16,7 +16,7 @@ KERNEL = torch._amp_foreach_non_finite_check_and_unscale_
 def without_kernel(*dtypes: str) -> Callable[..., None]:
     """Return torch's unscaling kernel as a device has it that lacks it for some dtypes, as CUDA does for bfloat16."""
 
-    def kernel(tensors: Any, *rest: Any) -> None:
+    def kernel(tensors, *rest):
         if any(str(tensor.dtype).removeprefix("torch.") in dtypes for tensor in tensors):
             msg = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
             raise NotImplementedError(msg)
@@ -30,12 +30,12 @@ class Count(TorchDispatchMode):
 
     number = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.number += not (func.is_view or func is torch.ops.aten._local_scalar_dense.default)
         return func(*args, **(kwargs or {}))
 
 
-def optimizer_of(name: str, parameters: Any, **options: Any) -> Any:
+def optimizer_of(name: str, parameters, **options):
     """Return an optimizer by its name and its implementation, such as ``SGD``, ``Adam-foreach`` and ``AdamW-fused``."""
     kind, _, variant = name.partition("-")
     switches = {"": {}, "single": {"foreach": False}}.get(variant, {variant: True})
@@ -63,8 +63,8 @@ class Small:
 
     def __init__(
         self,
-        scaler: Any,
-        optimizer: Any = "SGD",
+        scaler,
+        optimizer="SGD",
         *,
         count: int = 1,
         size: int = 2,
@@ -72,8 +72,8 @@ class Small:
         dtypes: Sequence[str] = ("float32",),
         devices: Sequence[str] = ("cpu",),
         home: str = "cpu",
-        **options: Any,
-    ) -> None:
+        **options,
+    ):
         self.scaler, self.home = scaler, home
         number = max(count, len(dtypes), len(devices))
         kinds = [{"dtype": getattr(torch, dtype), "device": device} for dtype in dtypes for device in devices]
@@ -83,14 +83,14 @@ class Small:
         make = (lambda given: optimizer_of(optimizer, given, **options)) if isinstance(optimizer, str) else optimizer
         self.optimizer = make(self.parameters)
 
-    def put(self, *gradients: Any) -> None:
+    def put(self, *gradients):
         """Scale a loss, and set the gradients to what is given: tensors, numbers or None; one serves all."""
         self.scaler.scale(torch.ones((), device=self.home))
         given = gradients if len(gradients) > 1 else gradients * len(self.parameters)
         for parameter, gradient in zip(self.parameters, given, strict=True):
             parameter.grad = torch.full_like(parameter, gradient) if isinstance(gradient, (int, float)) else gradient
 
-    def give(self, *gradients: Any) -> None:
+    def give(self, *gradients):
         """Scale a loss, and set the gradients to these numbers or tensors times the scale; one serves all."""
         factor = self.scaler.scale(torch.ones((), device=self.home))
         given = gradients if len(gradients) > 1 else gradients * len(self.parameters)
@@ -98,7 +98,7 @@ class Small:
             values = torch.ones_like(parameter) * gradient * factor.to(parameter.device)
             parameter.grad = values.to(parameter.dtype)
 
-    def step(self, *, explicit: bool = False, **options: Any) -> Any:
+    def step(self, *, explicit: bool = False, **options):
         """Make the step and the update, after ``unscale_`` if asked for, and return what ``step`` returned."""
         if explicit or options:
             self.scaler.unscale_(self.optimizer, **options)
@@ -106,18 +106,18 @@ class Small:
         self.scaler.update()
         return returned
 
-    def iterate(self, *gradients: Any, explicit: bool = False) -> Any:
+    def iterate(self, *gradients, explicit: bool = False):
         """Make one iteration with these numbers, times the scale, as gradients; return what ``step`` returned."""
         self.give(*gradients)
         return self.step(explicit=explicit)
 
     @property
-    def report(self) -> Any:
+    def report(self):
         """Return the report of the last step."""
         return self.scaler.last_step(self.optimizer)
 
     @property
-    def held(self) -> list[Any]:
+    def held(self):
         """Return what the parameters hold."""
         return [parameter.tolist() for parameter in self.parameters]
 
@@ -132,12 +132,12 @@ class Group:
 
     rank, size = 0, 1
 
-    def start_max(self, x: Any) -> Callable[[], Any]:
+    def start_max(self, x):
         """Return what gives the array itself, as of now."""
         return lambda: x.clone()
 
 
-def groups_in_use(count: int, kind: Callable[[], Any] = Group) -> list[Any] | None:
+def groups_in_use(count: int, kind: Callable[[], Any] = Group):
     """Return groups over which there was a message before, or None for none: the first one makes the host wait."""
     made = [kind() for _ in range(count)]
     if made:
@@ -145,7 +145,7 @@ def groups_in_use(count: int, kind: Callable[[], Any] = Group) -> list[Any] | No
     return made or None
 
 
-def assert_same(one: Any, other: Any, where: str = "") -> None:
+def assert_same(one, other, where: str = ""):
     """Assert that two values are equal: containers by their parts, tensors in dtype, layout and every bit."""
     assert type(one) is type(other), f"{where}: {one!r} is not {other!r}"
     if isinstance(one, torch.Tensor):
@@ -162,7 +162,7 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other or (one != one and other != other), f"{where}: {one!r} is not {other!r}"
 
 
-def _assert_same_tensors(one: Any, other: Any, where: str) -> None:
+def _assert_same_tensors(one, other, where: str):
     kinds = [(x.dtype, x.layout, x.device, x.shape, x.requires_grad) for x in (one, other)]
     assert kinds[0] == kinds[1], f"{where}: {kinds[0]} is not {kinds[1]}"
     if one.layout == torch.sparse_coo:

@@ -22,12 +22,12 @@ PAGES = {"guard_ddp": GUARD_PAGE, "guard_fsdp2": GUARD_PAGE, "torchtitan": TORCH
 class Spiking(Losses):
     """The losses of a model, some of which are a million times too large."""
 
-    def __call__(self, model: Any, batch: Tensor) -> Tensor:
+    def __call__(self, model, batch: Tensor) -> Tensor:
         loss: Tensor = model(batch).float().square().mean()
         return loss * 1e6 if next(self.calls) in self.overflows else loss
 
 
-def run_case(group: Any, name: str, spikes: tuple[int, ...], bad_rank: int) -> dict[str, Any]:
+def run_case(group, name: str, spikes: tuple[int, ...], bad_rank: int):
     """Run the block of this name, in which one rank has spikes; return what came of it."""
     given: dict[str, Any] = {"model": made_model()}
     if name == "torchtitan":

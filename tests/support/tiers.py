@@ -33,7 +33,7 @@ _ROWS_OF_THE_SHELL = ("numpy", "strict")
 _SHARE = 3  # one case of so many on a row that repeats another one
 
 
-def choose(tier: str) -> None:
+def choose(tier: str):
     """Say which tier this run is of, before the modules of tests are imported."""
     os.environ[_VARIABLE] = tier
 
@@ -43,7 +43,7 @@ def examples(number: int) -> int:
     return number if os.environ.get(_VARIABLE) == TIERS[-1] else max(3, number // 5)
 
 
-def later(tier: str, *values: Any) -> list[Any]:
+def later(tier: str, *values):
     """Return parameters that begin with a tier."""
     return [pytest.param(value, marks=pytest.mark.tier(tier)) for value in values]
 

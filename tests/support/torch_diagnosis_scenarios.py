@@ -39,23 +39,23 @@ LEARNING_RATE = 0.25
 SCALE = 1024.0
 
 
-def spread(value: Any) -> list[Any]:
+def spread(value):
     """Return what each rank has."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
-def found_in(report: OverflowReport) -> Any:
+def found_in(report: OverflowReport):
     """Return the entries of a report by rank and name, as ``look`` says what is expected."""
-    by_rank: Any = {}
+    by_rank = {}
     for one in report.entries:
         value = None if one.missing else (list(one.shape), one.inf, one.largest)
         by_rank.setdefault(one.rank, {})[one.name] = value
     return by_rank
 
 
-def assert_is_told(report: OverflowReport, expected: Any, bad: tuple[int, ...] | None) -> None:
+def assert_is_told(report: OverflowReport, expected, bad: tuple[int, ...] | None):
     """Assert that a report says of each rank what is expected, and names the only bad one."""
     assert found_in(report) == expected
     assert [one.rank for one in report.entries if one.inf or one.nan] == ([] if bad is None else [bad])
@@ -67,14 +67,15 @@ def assert_is_told(report: OverflowReport, expected: Any, bad: tuple[int, ...] |
         assert said in report.to_dict()["explanation"]
 
 
-def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
+def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_given: bool = False):
     """Train with an infinity on each rank in turn, and a clean iteration at the end; each rank is told the same.
 
     ``how`` is the optimizer: "plain"; "fused", which unscales and skips in its kernel; "late", the same whose verdict
-    the host reads only when it is asked for one, as on a device.
+    the host reads only when it is asked for one, as on a device. ``parallel`` is for a mesh of 2 x 2, whose dimensions
+    may be given as groups: then a rank is told by its place in each.
     """
     rank, size = group.rank(), group.size()
-    model = distribute(setup)
+    model = distribute_over((2, 2), parallel) if parallel else distribute(setup)
     parameters = list(model.parameters())
     names = [name for name, _ in model.named_parameters()]
     optimizer: torch.optim.Optimizer
@@ -85,7 +86,10 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
     first: list[StepReport] = []
     every: list[StepReport] = []
     # Callbacks and automatic diagnoses have the host read each verdict at once.
-    telling = {"on_skip": [first.append, every_rank(every.append)], "diagnose": "on_overflow"}
+    telling: dict[str, Any] = {"on_skip": [first.append, every_rank(every.append)], "diagnose": "on_overflow"}
+    if is_given:
+        telling["group"] = parameters[0].device_mesh.get_all_groups()
+    places = [divmod(number, 2) if is_given else (number,) for number in range(size)]
     scaler = make_scaler(setup, "gradscale", init_scale=SCALE, **({} if how == "late" else telling))
     told = []
     late = mock.patch.object(devices, "would_wait", return_value=True)
@@ -95,9 +99,9 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
             scaler.scale(backward_loss(model, rank)).backward()
             if rank == iteration:
                 inject_infinity(parameters[iteration % len(parameters) :])
-            scale, bad = SCALE / 2**iteration, (iteration,) if iteration < size else None
-            expected = {(number,): seen for number, seen in enumerate(spread(look(names, parameters, scale)))}
-            assert any(expected[0,].values())
+            scale, bad = SCALE / 2**iteration, places[iteration] if iteration < size else None
+            expected = dict(zip(places, spread(look(names, parameters, scale)), strict=True))
+            assert any(expected[places[0]].values())
             own = [scaler.diagnose(optimizer)]
             # Before the step, after it and after the update.
             gathered = [scaler.diagnose(optimizer, model.named_parameters(), gather=True)]
@@ -115,7 +119,7 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
             for report in gathered:
                 assert_is_told(report, expected, bad)
                 assert (report.scale, report.iteration) == (scale, iteration + 1)
-            assert [found_in(report) for report in own] == [{(): expected[rank,]}] * 2
+            assert [found_in(report) for report in own] == [{(): expected[places[rank]]}] * 2
             report = scaler.last_step(optimizer)
             assert (report.skipped, report.scale) == (bad is not None, scale)
             steps = [(number + 1, number < size, SCALE / 2**number) for number in range(iteration + 1)]
@@ -128,7 +132,7 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
     return told
 
 
-def broken_shards(group: Any, setup: Setup) -> list[list[dict[str, Any]]]:
+def broken_shards(group, setup: Setup):
     """Break a weight, and then a moment, on each rank in turn, and overflow three times on rank 0; what all are told.
 
     Before it and after it the model is whole, which is told first and last.
@@ -137,7 +141,7 @@ def broken_shards(group: Any, setup: Setup) -> list[list[dict[str, Any]]]:
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=LEARNING_RATE)
     scaler = make_scaler(setup, "gradscale", init_scale=SCALE, diagnose="on_overflow")
 
-    def iterate(overflows: bool) -> Any:
+    def iterate(overflows: bool):
         optimizer.zero_grad()
         scaler.scale(backward_loss(model, group.rank())).backward()
         if overflows and group.rank() == 0:
@@ -146,7 +150,7 @@ def broken_shards(group: Any, setup: Setup) -> list[list[dict[str, Any]]]:
         scaler.update()
         return scaler.last_step(optimizer).overflow
 
-    def asked() -> dict[str, Any]:
+    def asked():
         return scaler.diagnose(optimizer, gather=True, state=True).to_dict()
 
     iterate(False)
@@ -170,7 +174,7 @@ def broken_shards(group: Any, setup: Setup) -> list[list[dict[str, Any]]]:
     return [*told, [asked()]]
 
 
-def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float) -> dict[str, Any]:
+def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float):
     """Return what a diagnosis is to say of this rank's gradients: shape, infinities and largest finite magnitude."""
     found: dict[str, Any] = dict.fromkeys(names)
     for name, parameter in zip(names, parameters, strict=True):
@@ -181,32 +185,7 @@ def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float) -> di
     return found
 
 
-def each_rank_of_a_mesh(group: Any, parallel: str, is_given: bool) -> Any:
-    """Put an infinity on each rank of a mesh in turn; a diagnosis over the mesh, or over its dimensions one by one."""
-    model = distribute_over((2, 2), parallel)
-    parameters = list(model.parameters())
-    names = [name for name, _ in model.named_parameters()]
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE)
-    assert isinstance(parameters[0], DTensor)
-    groups = {"group": parameters[0].device_mesh.get_all_groups()} if is_given else {}
-    scaler = make_scaler(FSDP2, "gradscale", init_scale=SCALE, diagnose="on_overflow", **groups)
-    places = [divmod(rank, 2) if is_given else (rank,) for rank in range(4)]
-    told = []
-    for bad_rank in range(4):
-        optimizer.zero_grad()
-        scaler.scale(backward_loss(model, group.rank())).backward()
-        if group.rank() == bad_rank:
-            inject_infinity(parameters)
-        expected = dict(zip(places, spread(look(names, parameters, scaler.get_scale())), strict=True))
-        scaler.step(optimizer)
-        scaler.update()
-        overflow = scaler.last_step(optimizer).overflow
-        assert_is_told(overflow, expected, places[bad_rank])
-        told.append(overflow.to_dict())
-    return told
-
-
-def odd_gradients_of_a_mesh(group: Any, odd_rank: int, kind: str) -> Any:
+def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
     """Gather over a mesh where one rank has a gradient that is "missing" or "overlapping", or has seen no loss."""
     mesh = init_device_mesh("cpu", (group.size(),))
     parameter = sharded(mesh)
@@ -218,7 +197,7 @@ def odd_gradients_of_a_mesh(group: Any, odd_rank: int, kind: str) -> Any:
     if not is_odd or kind == "overlapping":
         parameter.grad = as_dtensor(mesh, torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0))
     report = scaler.diagnose(optimizer, ["weight"], gather=True)
-    values: Any = {(rank,): {"weight": ([2], 0, 1.0)} for rank in range(group.size())}
+    values = {(rank,): {"weight": ([2], 0, 1.0)} for rank in range(group.size())}
     if kind != "overlapping":
         values[odd_rank,]["weight"] = None
     assert (report.scale, report.cause, found_in(report)) == (4.0, "none", values)
@@ -233,7 +212,7 @@ def odd_gradients_of_a_mesh(group: Any, odd_rank: int, kind: str) -> Any:
     return report.to_dict()
 
 
-def loss_of_a_mesh(group: Any, bad_rank: int, placement: str) -> None:
+def loss_of_a_mesh(group, bad_rank: int, placement: str):
     """Scale a loss that is a DTensor, replicated or a part on each rank, and skip the step."""
     mesh = init_device_mesh("cpu", (group.size(),))
     is_bad = group.rank() == bad_rank or placement == "replicated"

@@ -57,7 +57,7 @@ class Failure:
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
-def run_cases(group: Any, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+def run_cases(group, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]):
     """Run a scenario's cases as one rank; what they returned or raised."""
     results: list[Any] = []
     for case in cases:
@@ -120,13 +120,11 @@ class World:
     # A timeout that a healthy rank does not pass, in seconds.
     short_timeout: ClassVar[float] = 2.0
 
-    def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, scenario: Callable[..., Any], *args):
         """Run a scenario on every rank; results, or a Failure for a rank that raised."""
         return self.run_each(scenario, [args])[0]
 
-    def run_each(
-        self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float = 280.0
-    ) -> list[list[Any]]:
+    def run_each(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float = 280.0):
         """Run a scenario once for each tuple of arguments, within some seconds; the results of each."""
         by_case = [list(results) for results in zip(*self.answers(scenario, cases, limit), strict=True)]
         for results in by_case:
@@ -135,7 +133,7 @@ class World:
                     print(f"rank {rank} of {len(results)} raised:\n{result.traceback}")
         return by_case
 
-    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
+    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
         """Return for each rank the results of the cases."""
         raise NotImplementedError
 
@@ -146,7 +144,7 @@ class ThreadWorld(World):
 
     short_timeout: ClassVar[float] = 1.0
 
-    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
+    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
         """Run the cases one after the other, each on threads of its own."""
         del limit
         by_case = []
@@ -161,7 +159,7 @@ class ThreadWorld(World):
         ]
 
 
-def _called(scenario: Callable[..., Any], case: tuple[Any, ...], group: Any) -> Any:
+def _called(scenario: Callable[..., Any], case: tuple[Any, ...], group):
     return scenario(group, *case)
 
 
@@ -177,7 +175,7 @@ class _LaunchedWorld(ProcessWorld):
         """Return the command line that starts them, given the address that they connect to."""
         raise NotImplementedError
 
-    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
+    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
         """Give the task to ranks that are there, or to new ones."""
         is_alone = getattr(scenario, "is_alone", False)
         ranks = None if is_alone else _standing.pop(self, None)
@@ -216,7 +214,7 @@ class MlxWorld(_LaunchedWorld):
         return mlx_command(self.size, MLX_RUNNER, address)
 
 
-def end_ranks() -> None:
+def end_ranks():
     """End all ranks that stand by; a RuntimeError if they do not end well."""
     while _standing:
         _standing.popitem()[1].end()
@@ -229,18 +227,18 @@ class GlooWorld(ProcessWorld):
     They are forked off a process that has imported torch, which takes longer than most scenarios.
     """
 
-    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
+    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
         """Run the task on new ranks."""
         answers, said = self.launch(scenario, cases, limit)
         if None in answers:
             raise RuntimeError(said)
         return answers
 
-    def launch(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> tuple[Any, str]:
+    def launch(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
         """Return what each rank answered, None where it did not within some seconds, and what became of them."""
         with tempfile.TemporaryDirectory() as folder:
             task = (self.size, scenario, cases)
-            ranks: Any = [_forking().Process(target=_run_gloo, args=(folder, k, *task)) for k in range(self.size)]
+            ranks = [_forking().Process(target=_run_gloo, args=(folder, k, *task)) for k in range(self.size)]
             with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
                 for rank in ranks:
                     rank.start()
@@ -258,19 +256,17 @@ class GlooWorld(ProcessWorld):
 
 
 @functools.cache
-def _forking() -> Any:
+def _forking():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gloo_runner"])
     return context
 
 
-def _run_gloo(*task: Any) -> None:
+def _run_gloo(*task):
     importlib.import_module("gloo_runner").run_rank(*task)
 
 
-def each(
-    world: World, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]
-) -> list[tuple[tuple[Any, ...], list[Any]]]:
+def each(world: World, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]):
     """Run a scenario's cases; each with what the ranks returned, after asserting that none has raised."""
     cases = list(cases)
     found = list(zip(cases, world.run_each(scenario, cases), strict=True))
@@ -279,7 +275,7 @@ def each(
     return found
 
 
-def agree(world: World, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> None:
+def agree(world: World, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]):
     """Run a scenario's cases, and assert that none has raised, and that all ranks have returned the same."""
     for case, results in each(world, scenario, cases):
         assert all(result == results[0] for result in results), (case, results)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from gradscale import Backend, ScaleState
@@ -15,7 +13,7 @@ __all__ = ["assert_clipping_is_written", "assert_rule_is_written"]
 _STATES = 60
 
 
-def _numbers(rng: np.random.Generator, interval: int) -> tuple[Any, list[int], int]:
+def _numbers(rng: np.random.Generator, interval: int):
     """Return a scale, trackers and a count: many of them at the edges of what rules compare with."""
     exponent = int(rng.integers(-126, 128))
     scale = np.float32(2.0**exponent) * np.float32(rng.choice([1.0, 1.0 + rng.random()]))
@@ -24,11 +22,11 @@ def _numbers(rng: np.random.Generator, interval: int) -> tuple[Any, list[int], i
     return scale, trackers, int(rng.choice([0, 0, 1, 7, LARGEST_INT32]))
 
 
-def _state(xp: Any, scale: Any, trackers: list[int]) -> ScaleState:
+def _state(xp, scale, trackers: list[int]) -> ScaleState:
     return ScaleState(xp.asarray(scale), *(xp.asarray(tracker, dtype=np.int32) for tracker in trackers))
 
 
-def assert_rule_is_written(cupy: Any, backend: Backend, policy: Any) -> None:
+def assert_rule_is_written(cupy, backend: Backend, policy):
     """Compare the states after a step."""
     rng = np.random.default_rng(0)
     for _ in range(_STATES):
@@ -45,7 +43,7 @@ def assert_rule_is_written(cupy: Any, backend: Backend, policy: Any) -> None:
             np.testing.assert_array_equal(got.get(), want, err_msg=case)
 
 
-def assert_clipping_is_written(cupy: Any, backend: Backend) -> None:
+def assert_clipping_is_written(cupy, backend: Backend):
     """Compare the norm, the factor and the overflow; CuPy's own kernels take subnormal float32 for 0."""
     least = np.finfo(np.float32).smallest_normal
     rng = np.random.default_rng(0)

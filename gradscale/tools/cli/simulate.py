@@ -15,6 +15,7 @@ from gradscale.core import validation
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
 from gradscale.policies import presets
+from gradscale.scaler.reports import HELD_NAMES
 from gradscale.tools import plot as plots
 from gradscale.tools.callbacks import read_log
 from gradscale.tools.cli.output import console, table
@@ -76,14 +77,24 @@ def _read(trace: str) -> Gradients:
     """Return the gradients of a log, or of steps given as letters."""
     # Path's exists() raises for steps that are too many for a file's name.
     if trace == "-" or os.path.exists(trace):  # noqa: PTH110
-        rows = read_log("/dev/stdin" if trace == "-" else trace)
+        rows = list(read_log("/dev/stdin" if trace == "-" else trace))
         # Spikes and refusals move no scale.
-        return Gradients([_largest(row) for row in rows if row.get("reason") not in ("spike", "refused")])
+        pairs = zip(rows, [{}, *rows], strict=False)
+        return Gradients([_largest(row) for row, before in pairs if not _is_held(row, before)])
     try:
         return recorded(trace)
     except InvalidValueError as error:
         msg = f"{trace!r:.60} is neither a file nor steps: {error}"
         raise InvalidValueError(msg) from None
+
+
+def _is_held(row: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Tell whether a step was skipped for a spike or a refusal; that of a loop that left it out, by the counts."""
+    if not row.get("skipped") or row.get("reason") is not None:
+        return row.get("reason") in HELD_NAMES
+    counts = row.get("counts"), before.get("counts")
+    overflows = [one.get("overflow") for one in counts if isinstance(one, dict)]
+    return len(overflows) == len(counts) and overflows[0] == overflows[1]
 
 
 def _largest(row: dict[str, Any]) -> float:

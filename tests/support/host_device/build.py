@@ -29,7 +29,7 @@ _VERSIONS = {"cupy-cuda12x": 12090, "cupy-cuda13x": 13000}
 _CUDA = _VERSIONS[importlib.metadata.packages_distributions()["cupy"][0]]
 
 
-def main(sources: Path, folder: Path) -> None:
+def main(sources: Path, folder: Path):
     """Build everything in a folder."""
     folder.mkdir(parents=True)
     with tarfile.open(sources) as archive:
@@ -98,7 +98,7 @@ def _symbols(path: Path, *options: str) -> set[str]:
     return {line.split()[-1] for line in listed.splitlines()}
 
 
-def _run(*command: str | Path) -> None:
+def _run(*command: str | Path):
     subprocess.run(command, check=True)
 
 
