@@ -11,7 +11,7 @@ from gradscale.errors import InvalidTypeError
 from gradscale.extras import needs
 from gradscale.waiting import DeviceCollectives, GroupWait
 
-with needs("gradscale_nccl", "nccl4py"):
+with needs("gradscale_nccl", "nccl4py", "nccl"):
     from cuda.core import Device
     from cuda.core.utils import StridedMemoryView
     from nccl.bindings.nccl import NCCLError

@@ -166,9 +166,12 @@ def test_entry_points_and_extras_are_installed():
     assert {line.partition(">")[0].partition("~")[0] for line in needed} == {"array-api-compat"}
 
 
-@pytest.mark.skipif(
+is_wheel = pytest.mark.skipif(
     "GRADSCALE_TEST_INSTALLED" not in os.environ, reason="GRADSCALE_TEST_INSTALLED is not set: this is no wheel"
 )
+
+
+@is_wheel
 def test_the_installed_wheel_is_what_is_tested():
     for package in NAMES:
         spec = importlib.util.find_spec(package)
@@ -177,3 +180,13 @@ def test_the_installed_wheel_is_what_is_tested():
     files = importlib.metadata.files("gradscale") or []
     # The command is beside the packages, as "../../../bin/gradscale".
     assert any(file.parts[0] == ".." and file.stem == "gradscale" for file in files)
+
+
+@is_wheel
+def test_the_page_of_the_installed_wheel_suits_an_index():
+    metadata = importlib.metadata.distribution("gradscale").read_text("METADATA") or ""
+    # A newer hatchling writes a newer version unless it is told, which some indexes refuse.
+    assert metadata.startswith("Metadata-Version: 2.4\n")
+    # Links that lead from a clone lead nowhere from there; nor are a clone's pages of use in the wheel.
+    assert re.findall(r"\]\((?!https://)[^)]*", metadata) == []
+    assert not [file for file in importlib.metadata.files("gradscale") or [] if file.suffix == ".md"]
