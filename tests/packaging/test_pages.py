@@ -28,6 +28,11 @@ LEARNT = {
     "guard-numpy": "assert guard.counts() == {'taken': 198, 'overflow': 1, 'spike': 1, 'refused': 0}\n"
     "assert abs(optimizer.weights - 1).max() < 0.3 and resumed.counts() == guard.counts()\n",
     "numpy-first": "assert abs(optimizer.weights - np.float32([1, -2, 3, -4])).max() < 0.01\n",
+    "guard-jax": "assert verdict.counts()['spike'] == verdict.counts()['overflow'] == 1\n"
+    "assert abs(params['w'] - 1).max() < 0.2\n",
+    "guard-mlx": "assert guard.counts() == {'taken': 198, 'overflow': 1, 'spike': 1, 'refused': 0}\n"
+    "assert mx.abs(model.weight - 1).max().item() < 0.2\n",
+    "jax-equinox": "assert abs(model.weight - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
     "jax-optax": "assert abs(params['w'] - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
     "mlx": "assert loss.item() < 0.01 and scaler.last_step(trained).reason == 'stepped'\n",
     "mlx-compiled": "assert loss.item() < 0.01 and optimizer.step.item() == 200\n",
@@ -55,7 +60,7 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
     program.write_text(code + LEARNT.get(name, ""))
     command = [sys.executable, str(program)]
     environment = mpi_environment()
-    for library in ("torch", "jax", "optax", "mlx"):
+    for library in ("torch", "jax", "optax", "mlx", "equinox"):
         if f"import {library}" in code or f"from gradscale_{library}" in code:
             require(library)
     if "import array_api_strict" in code:
