@@ -123,6 +123,12 @@ def test_links_lead_somewhere_and_to_every_page():
     assert set(PAGES) <= reached
 
 
+@pytest.mark.tier("all")
+def test_the_table_of_what_is_tested_is_that_of_the_tests():
+    completed = ran(sys.executable, ROOT / ".ci" / "docs" / "tested.py", "--check")
+    assert completed.returncode == 0, completed.stderr
+
+
 def test_the_documents_tell_nothing_of_the_machine_they_were_written_on():
     texts = {**PAGES, **{path.name: path.read_text() for path in ROOT.glob("examples/**/*.py")}}
     for name, text in texts.items():
