@@ -14,6 +14,7 @@ import tomllib
 import types
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from numpydoc.xref import DEFAULT_LINKS
@@ -205,6 +206,16 @@ def keep_type(_app: Sphinx, _env: BuildEnvironment, node: nodes.Node, word: node
     return word if isinstance(node, addnodes.desc_signature) else None
 
 
+def list_arguments(_app: Sphinx, _page: str, _template: str, context: dict[str, Any], _: object) -> None:
+    """Make the arguments of a signature lines, where Sphinx has a list of definitions without terms."""
+
+    def lines(found: re.Match[str]) -> str:
+        return found[0].replace("dl>", "div>").replace("<dd>", '<div class="argument">').replace("</dd>", "</div>")
+
+    if "body" in context:
+        context["body"] = re.sub(r"<dl>\n(?:<dd>.*</dd>\n)+</dl>", lines, context["body"])
+
+
 def public_names(module: types.ModuleType) -> list[str]:
     """Return the names that a module lists as public, or else those of what it defines."""
     if module is gradscale:
@@ -231,4 +242,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", write_signature)
     app.connect("missing-reference", keep_type, priority=900)  # after other projects' pages
     app.connect("doctree-resolved", link_names)
+    app.connect("html-page-context", list_arguments)
     app.connect("env-check-consistency", find_undocumented)

@@ -37,7 +37,7 @@ def table() -> str:
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     rows = "|".join(sorted(LIBRARIES, key=len, reverse=True))
     found = set(re.findall(rf"^tests/core/test_(\w+)\.py::\w+\[({rows})(?:-|\])", listed, flags=re.MULTILINE))
-    lines = [["", *LIBRARIES.values()], ["---", *[":-:"] * len(LIBRARIES)]]
+    lines = [["tests of", *LIBRARIES.values()], ["---", *[":-:"] * len(LIBRARIES)]]
     lines += [[text, *("✓" * ((name, row) in found) for row in LIBRARIES)] for name, text in FUNCTIONS.items()]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
