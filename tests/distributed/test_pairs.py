@@ -94,7 +94,7 @@ class Rank:
         self._xp: Any = require(library)
         self._make = lambda: kind(group=group, growth_interval=2, skip=RULE)
         self.scaler: Any = self._make()
-        self._saved = self.scaler.state_dict()
+        self.save()
 
     def _array(self, value: float, *shape: int):
         return self._xp.full(shape, value, dtype=self._xp.float32)
@@ -149,10 +149,15 @@ class Rank:
         self.scaler.name(optimizer, "x")
 
     def save(self):
-        self._saved = self.scaler.state_dict()
+        steps = {name: optimizer.steps for name, optimizer in self.optimizers.items()}
+        self._saved = self.scaler.state_dict(), steps
 
     def load(self):
-        self.scaler.load_state_dict(self._saved)
+        # A checkpoint holds the weights, too: what ranks have done differently since it was saved is undone.
+        state, steps = self._saved
+        self.scaler.load_state_dict(state)
+        for name, count in steps.items():
+            self.optimizers[name].steps = count
 
     def copy(self):
         self.scaler = copy.deepcopy(self.scaler)
