@@ -480,3 +480,105 @@ def test_a_bad_batch_leaves_no_trace_in_mlx(program: Program, size: int, bad: in
 def test_a_batch_that_leaves_a_trace_in_mlx_is_a_failure(tmp_path: Path):
     ended = launch(MLX, tmp_path, 1, "--steps 6 --bad 2", ("nonfinite == 0", "nonfinite >= 0"))
     assert (ended.returncode, lines(ended)[-1].partition(":")[0]) == (1, "FAILED")
+
+
+# What makes the weights of an example NaN in step 30 of its scaled training, and the place where they are looked for.
+BROKEN = [
+    case(
+        DIGITS,
+        2,
+        "nan",
+        "--steps 90",
+        [
+            ('"history_size"] = options.steps', '"give_up_after"] = 20'),
+            (
+                "        # Every rank draws",
+                "        if step == 30 and run.is_scaled:\n"
+                "            optimizer.weights[0] = np.nan\n        # Every rank draws",
+            ),
+        ],
+        "Cause: model. The gradient overflows at scale",
+        tier="ranks",
+    ),
+    case(
+        FSDP,
+        2,
+        "nan",
+        "--steps 60",
+        [
+            ("history_size=options.steps, ", "give_up_after=20, "),
+            (
+                "        windows = draw",
+                "        if step == 30 and run.is_scaled:\n"
+                "            torch.nn.init.constant_(next(model.parameters()), math.nan)\n        windows = draw",
+            ),
+        ],
+        "Cause: weights. Weights hold inf or NaN, the most in",
+        tier="all",
+    ),
+    case(
+        LIGHTNING,
+        1,
+        "nan",
+        "--epochs 8",
+        [
+            ("growth_interval=GROWTH_INTERVAL)", "growth_interval=GROWTH_INTERVAL, give_up_after=20)"),
+            (
+                "        pixels, labels = batch\n        return",
+                "        pixels, labels = batch\n        if self.global_step == 30:\n"
+                "            nn.init.constant_(self.network[0].weight, torch.nan)\n        return",
+            ),
+        ],
+        "Cause: weights. Weights hold inf or NaN, the most in",
+        tier="all",
+    ),
+]
+
+
+@pytest.mark.parametrize(("program", "size", "arguments", "changes", "cause"), BROKEN)
+def test_training_whose_weights_become_nan_ends_on_all_ranks_with_the_cause(
+    tmp_path: Path, program: Program, size: int, arguments: str, changes: list[tuple[str, str]], cause: str
+):
+    ended = launch(program, tmp_path, size, arguments, *changes)
+    assert ended.returncode != 0
+    words = "TrainingStalledError: each step of the last 20 iterations was skipped: 20 for non-finite gradients"
+    assert ended.stderr.count(words) == size, ended.stderr
+    assert ended.stderr.count(cause) == size, ended.stderr
+
+
+@pytest.mark.jax
+def test_weights_that_become_nan_in_the_middle_of_training_are_named_by_the_first_error(tmp_path: Path):
+    counted = 'gradscale_jax.value_and_grad(loss, policy, axis_name="data", reduce=inject, give_up_after=20)'
+    ended = launch(
+        JAX,
+        tmp_path,
+        1,
+        "--steps 60 --devices 2",
+        ('gradscale_jax.value_and_grad(loss, policy, axis_name="data", reduce=inject)', counted),
+        ("run.policy.init(jnp.float32(0))", "gradscale_jax.value_and_grad(len, run.policy, give_up_after=20).init(())"),
+        (
+            "Record(value, state.scale, new_state.scale,",
+            "Record(value, *[x.scale_state.scale for x in (state, new_state)],",
+        ),
+        ("~verdict.finite, zeros, saw)", "~verdict.finite, zeros, saw), verdict"),
+        ("(ADAM, REPLICATED, RECORD)", "(ADAM, REPLICATED, RECORD, REPLICATED)"),
+        ("adam, state, record = step(adam, state, *batch)", "adam, state, record, verdict = step(adam, state, *batch)"),
+        (
+            "        run.read(record, adam.weights, *test)",
+            "        verdict.check(run.policy, adam.weights)\n"
+            "        if number == 30 and len(run.devices) == 2 and run.policy != StaticScale(1.0):\n"
+            '            print("step", number, verdict.counts())\n'
+            "            (first, bias), *rest = adam.weights\n"
+            "            adam = adam._replace(weights=[(first * jnp.nan, bias), *rest])\n"
+            "        run.read(record, adam.weights, *test)",
+        ),
+    )
+    assert ended.returncode == 1
+    (counts,) = re.findall(r"step 30 \{'taken': (\d+), 'overflow': (\d+), 'spike': 0\}", ended.stdout)
+    assert sum(map(int, counts)) == 30
+    words = (
+        "each step of the last 20 iterations was skipped: 20 for non-finite gradients (inf or NaN); the scale went from"
+    )
+    assert f"gradscale.errors.TrainingStalledError: {words}" in ended.stderr
+    assert "Cause: weights. Weights hold inf or NaN, the most in '[0][0]': load a checkpoint" in ended.stderr
+    assert "Warning" not in ended.stderr
