@@ -35,7 +35,7 @@ _PATIENCE = 5.0
 
 
 class _Common:
-    """What the scalers of this process over one group have in common."""
+    """A record that the scalers of this process over one group share."""
 
     scalers = 0
     """How many the group has had."""
@@ -63,7 +63,7 @@ def _identity_of(collectives: Collectives) -> object:
 
 
 def _common_of(group: object) -> _Common:
-    """Return what the scalers over a library's own group have in common."""
+    """Return the record that the scalers over a library's own group share."""
     common = _commons.by_id(id(group))
     if common is None:
         common = _Common()

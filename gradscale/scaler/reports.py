@@ -107,13 +107,13 @@ HISTORY_SIZE = 1024
 
 
 class Words(NamedTuple):
-    """What reports, counts, warnings and logs call a reason."""
+    """The words for a reason in reports, counts, warnings and logs."""
 
     name: Literal["overflow", "spike", "refused", "no gradients"]
     cause: str = ""
-    """Behind "skipped for"."""
+    """In a warning, after the number of steps that were skipped for it."""
     deed: str = ""
-    """Behind the rank."""
+    """In a log, after the rank that has it."""
 
 
 # The gravest first, which is the reason of a row in a log.
