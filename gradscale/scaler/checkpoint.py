@@ -32,6 +32,8 @@ class Loaded(NamedTuple):
     iteration: int
     counts: dict[str, int]
     """Those of steps; empty in older states."""
+    steps: int
+    """How many the ranks of a group have made in common."""
     windows: SavedWindows
     """Those of a scaler with ``skip=``."""
 
@@ -41,6 +43,7 @@ def build(
     snapshot: Mapping[str, float],
     iteration: int,
     counts: Mapping[str, int] = MappingProxyType({}),
+    steps: int = 0,
     windows: SavedWindows | None = None,
 ) -> dict[str, object]:
     """Return the state dict of a policy, of the numbers of a state, of counts, and of windows, if there are any."""
@@ -53,7 +56,7 @@ def build(
     if windows is not None:
         saved["spikes"] = windows
     if counts:
-        saved["counts"] = counts
+        saved |= {"counts": counts, "steps": steps}
     return saved
 
 
@@ -94,7 +97,8 @@ def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
         name: validation.integer(f"counts[{name!r}]", count, 0, 2**63 - 1)
         for name, count in validation.mapping("counts", saved.get("counts", {})).items()
     }
-    return Loaded(loaded_policy, snapshot, iteration, counts, checked_windows(saved.get("spikes", ())))
+    steps = validation.integer("steps", saved.get("steps", 0), 0, 2**63 - 1)
+    return Loaded(loaded_policy, snapshot, iteration, counts, steps, checked_windows(saved.get("spikes", ())))
 
 
 def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:

@@ -173,8 +173,13 @@ class Iteration:
         found = [reference() for reference, _ in self._known.values() if reference is not None]
         return [one for one in found if one is not None]
 
+    @property
+    def steps_so_far(self) -> int:
+        """How many steps of all iterations are over, but for those that an optimizer itself has not made."""
+        return self.steps_before + sum(turn.is_over and not turn.is_declined for turn in self.turns)
+
     def begin_anew(self, number: int, steps: int) -> Iteration:
-        """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved, or 0.
+        """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved.
 
         Gradients that nobody has unscaled yet can still be, by the state that they were scaled with. The steps made
         before do not count: ranks that load one checkpoint may have made other numbers of them.

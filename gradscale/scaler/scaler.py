@@ -326,12 +326,9 @@ class GradScaler:
             parts, ended = self._parts, self._iteration
             # An update that is interrupted can be made again: it learns once, and counts in its last call.
             report, underflow = ended.close(new_scale)
-            steps, told = ended.steps_before, [*ended.steps]
-            for turn in ended.turns:
-                steps += turn.is_over and not turn.is_declined
-                if turn.left_out is not None:
-                    told.append(step_report(turn.left_out, ended.number))
-            self._iteration = Iteration(ended.number + 1, parts, steps)
+            left_out = [turn.left_out for turn in ended.turns if turn.left_out is not None]
+            told = [*ended.steps, *(step_report(verdict, ended.number) for verdict in left_out)]
+            self._iteration = Iteration(ended.number + 1, parts, ended.steps_so_far)
             for step in told:
                 parts.tally.note(step)
             try:
@@ -564,7 +561,8 @@ class GradScaler:
 
         Keys: torch's five (``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``),
         so that torch's scalers can load it; ``version``, ``iteration``, the other trackers, and ``policy`` with every
-        setting; with ``skip=`` also ``spikes``, the values of its windows, two host reads for each optimizer. They are
+        setting; ``counts``, and ``steps``, which ranks compare in their next message, so that each may load a state of
+        its own; with ``skip=`` also ``spikes``, the values of its windows, two host reads for each optimizer. They are
         in the order in which optimizers were first judged, which must be the same after loading. Call it between
         iterations.
         """
@@ -572,7 +570,9 @@ class GradScaler:
             return {}
         live, guard = self._parts.live, self._parts.guard
         windows = None if guard is None else guard.numbers()
-        return checkpoint.build(live.policy, live.numbers(), self._iteration.number, self.counts(), windows)
+        iteration = self._iteration
+        steps = iteration.steps_so_far
+        return checkpoint.build(live.policy, live.numbers(), iteration.number, self.counts(), steps, windows)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
@@ -599,7 +599,7 @@ class GradScaler:
             raise CallOrderError(msg)
         loaded = checkpoint.parse(state_dict, self._parts.live.policy)
         live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
-        self._iteration = self._iteration.begin_anew(loaded.iteration, sum(loaded.counts.values()))
+        self._iteration = self._iteration.begin_anew(loaded.iteration, loaded.steps)
         agreement.recover()
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
@@ -877,7 +877,8 @@ class StepGuard(ShardedGradScaler):
         if self._enabled:
             # The scale and its settings are checked, and left out.
             loaded = checkpoint.parse(state_dict, _ONE)
-            state_dict = checkpoint.build(_ONE, {"scale": 1.0}, loaded.iteration, loaded.counts, loaded.windows)
+            kept = loaded.iteration, loaded.counts, loaded.steps, loaded.windows
+            state_dict = checkpoint.build(_ONE, {"scale": 1.0}, *kept)
         super().load_state_dict(state_dict)
 
 

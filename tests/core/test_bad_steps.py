@@ -58,7 +58,8 @@ def test_a_spike_skips_the_step_and_leaves_the_scale_and_its_trackers():
     before = scaler.state_dict()
     report = iterate(scaler, optimizer, 9.0)
     assert (report.reason, report.by, report.skipped, report.nonfinite, optimizer.steps) == ("spike", 0, True, 0, 5)
-    assert {**scaler.state_dict(), "iteration": 6, "spikes": before["spikes"], "counts": before["counts"]} == before
+    kept = {name: before[name] for name in ("spikes", "counts", "steps")}
+    assert {**scaler.state_dict(), "iteration": 6, **kept} == before
 
 
 @pytest.mark.parametrize("after_unscale", [False, True], ids=["before-unscale_", "after-unscale_"])
@@ -74,7 +75,7 @@ def test_a_refused_step_is_not_made_and_moves_nothing(after_unscale: bool):
     scaler.update()
     report = scaler.last_step(optimizer)
     assert (report.reason, report.by, optimizer.steps) == ("refused", 0, 5)
-    assert {**scaler.state_dict(), "iteration": 6, "counts": before["counts"]} == before
+    assert {**scaler.state_dict(), "iteration": 6, "counts": before["counts"], "steps": before["steps"]} == before
     # Of one iteration alone.
     assert iterate(scaler, optimizer, 1.0).reason == "stepped"
     assert scaler.get_scale() == 8.0

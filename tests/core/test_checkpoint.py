@@ -95,7 +95,7 @@ def test_the_keys_and_plain_types_of_a_state_dict(arrays: Library, policy):
     run(arrays, scaler, SEQUENCE)
     saved = scaler.state_dict()
     trackers = ["_growth_tracker", "_overflow_tracker", "_rescale_tracker"]
-    assert list(saved) == [*FACTORS, *trackers, "version", "iteration", "policy", "counts"]
+    assert list(saved) == [*FACTORS, *trackers, "version", "iteration", "policy", "counts", "steps"]
     assert saved["policy"] == {"kind": type(policy).__name__, **dataclasses.asdict(policy)}
     assert saved["iteration"] == len(SEQUENCE) + 1
     for value in [*saved.values(), *saved["policy"].values()]:

@@ -59,7 +59,7 @@ def test_a_format_is_recognised_by_its_keys_and_translated(name: str):
         assert loaded.format == system
         scaler = GradScaler()
         scaler.load_state_dict(loaded.state_dict)
-        assert scaler.state_dict() == {**loaded.state_dict, "counts": scaler.counts()}
+        assert scaler.state_dict() == {**loaded.state_dict, "counts": scaler.counts(), "steps": 0}
         saved = [loaded.state_dict[key] for key in ("scale", "_growth_tracker", "_overflow_tracker")]
         assert saved == [scale, growth, overflows]
         assert isinstance(loaded.policy, DynamicScale)

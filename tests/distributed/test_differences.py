@@ -74,6 +74,15 @@ def test_a_rank_may_load_its_own_state_alone(world: World):
     agree(world, scenarios.loaded_alone, [(rank,) for rank in range(world.size)])
 
 
+@pytest.mark.parametrize(
+    ("what", "library"),
+    [("a step is under way", "numpy"), ("a step is under way", "torch"), ("an optimizer refuses", "numpy")],
+)
+def test_ranks_that_resume_from_states_after_other_steps_are_told_so(world: World, what: str, library: str):
+    require(library)
+    agree(world, scenarios.saved_apart, [(rank, what, library) for rank in range(world.size)])
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_all_ranks_give_up_in_the_same_iteration(world: World, library: str):
     require(library.split()[0])

@@ -94,15 +94,7 @@ class Rank:
         self._xp: Any = require(library)
         self._make = lambda: kind(group=group, growth_interval=2, skip=RULE)
         self.scaler: Any = self._make()
-        self._steps = self._made()
         self.save()
-
-    def _made(self):
-        return {name: optimizer.steps for name, optimizer in self.optimizers.items()}
-
-    def update(self, *new_scale):
-        self.scaler.update(*new_scale)
-        self._steps = self._made()
 
     def _array(self, value: float, *shape: int):
         return self._xp.full(shape, value, dtype=self._xp.float32)
@@ -157,14 +149,13 @@ class Rank:
         self.scaler.name(optimizer, "x")
 
     def save(self):
-        # A state says nothing of steps since the last update.
-        self._saved = self.scaler.state_dict(), self._steps
+        self._saved = self.scaler.state_dict(), {name: optimizer.steps for name, optimizer in self.optimizers.items()}
 
     def load(self):
         # A checkpoint holds the weights, too: what ranks have done differently since it was saved is undone.
-        state, self._steps = self._saved
+        state, steps = self._saved
         self.scaler.load_state_dict(state)
-        for name, count in self._steps.items():
+        for name, count in steps.items():
             self.optimizers[name].steps = count
 
     def copy(self):

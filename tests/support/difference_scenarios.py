@@ -225,8 +225,8 @@ def loaded_after_a_difference(group, odd_rank: int, place: str, keys: str):
         call()
     else:
         raised(gradscale.ScaleDesyncError, call, f"rank {rank} of {size}")
-    names = {"all": list(saved), "no counts": [key for key in saved if key != "counts"], "torch's": list(saved)[:5]}
-    trainer.scaler.load_state_dict({name: saved[name] for name in names[keys]})
+    left_out = {"all": (), "no counts": ("counts", "steps"), "torch's": list(saved)[5:]}[keys]
+    trainer.scaler.load_state_dict({name: value for name, value in saved.items() if name not in left_out})
     # In another order than before, with an optimizer that is new.
     trainer.optimizers.append(trainer.optimizer())
     for order in ((1, 2, 0), (0, 1, 2)):
@@ -352,11 +352,39 @@ def loaded_alone(group, odd_rank: int):
     """Load its own state between two iterations on the odd rank."""
     rank, _ = rank_and_size(group)
     trainer = Trainer(group, "numpy")
+    trainer.iterate(value=float("inf"))
+    trainer.iterate()
+    trainer.scaler.set_group(group)
     trainer.iterate()
     if rank == odd_rank:
         trainer.scaler.load_state_dict(trainer.scaler.state_dict())
     trainer.iterate()
     return trainer.scaler.state_dict()
+
+
+def saved_apart(group, odd_rank: int, what: str, library: str):
+    """Resume each rank from a state of its own, where the odd rank has made another number of steps."""
+    rank, _ = rank_and_size(group)
+    # Of torch's scaler in its own keys.
+    trainer = Trainer(group, library, **({} if library == "torch" else {"policy": gradscale.StaticScale(8.0)}))
+    scaler, optimizer, is_odd = trainer.scaler, trainer.optimizers[0], rank == odd_rank
+    trainer.iterate()
+    trainer.refill()
+    saved = scaler.state_dict()
+    is_refused = what == "an optimizer refuses"
+    if is_refused and is_odd:
+        optimizer.step = lambda: gradscale.NOT_STEPPED
+    scaler.step(optimizer)
+    if is_refused:
+        scaler.update()
+    if is_refused or is_odd:
+        saved = scaler.state_dict()
+    scaler.load_state_dict(saved)
+    told = held("steps made in the iterations before", *((2, 3) if is_refused else (3, 2)))
+    if library == "torch":
+        told = held("iteration", 2, 1)
+    said = [text.format(odd_rank=odd_rank, another=int(odd_rank == 0)) for text in told]
+    raised(gradscale.ScaleDesyncError, trainer.iterate, *said)
 
 
 def stalled(group, odd_rank: int, library: str):
