@@ -457,25 +457,32 @@ def _apply(
     flag = flags.get(device)
     if flag is None:
         flag = flags[device] = torch.zeros_like(by)
+    if _apply_by_kernel(device, tensors, flag, by):
+        return False
+    if factor is not None:
+        _multiply(tensors, factor)
+    if not judged:
+        for largest in _largest(_computable(tensors)):
+            is_finite = (largest <= torch.finfo(largest.dtype).max).all()
+            flag.masked_fill_(torch.logical_not(is_finite), 1.0)
+    return not judged
+
+
+def _apply_by_kernel(device: torch.device, tensors: list[Tensor], flag: Tensor, factor: Tensor) -> bool:
+    """Multiply tensors and set a flag by torch's kernel; False if it has none for them on this device."""
+    if device.type != "cpu" and tensors and tensors[0].dtype is torch.float64:
+        # A device's kernel takes what float32 cannot hold for infinite.
+        return False
     try:
-        if device.type != "cpu" and tensors and tensors[0].dtype is torch.float64:
-            # A device's kernel takes what float32 cannot hold for infinite.
-            raise NotImplementedError
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, by)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
     except RuntimeError as error:
-        if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
-            for index, tensor in enumerate(tensors):
-                if torch._debug_has_internal_overlap(tensor) == 1:
-                    raise overlap(index, tensor) from error
-            raise
-        if factor is not None:
-            _multiply(tensors, factor)
-        if not judged:
-            for largest in _largest(_computable(tensors)):
-                is_finite = (largest <= torch.finfo(largest.dtype).max).all()
-                flag.masked_fill_(torch.logical_not(is_finite), 1.0)
-        return not judged
-    return False
+        if isinstance(error, NotImplementedError) or "not implemented for" in str(error):
+            return False
+        for index, tensor in enumerate(tensors):
+            if torch._debug_has_internal_overlap(tensor) == 1:
+                raise overlap(index, tensor) from error
+        raise
+    return True
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor) -> None:

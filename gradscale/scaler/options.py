@@ -60,11 +60,15 @@ class Options(GuardOptions, Watching, total=False):
     backend: str | Backend | None
 
 
-DEFAULTS: dict[str, Any] = {"enabled": True, "history_size": HISTORY_SIZE, "warn_after": WARN_AFTER}
+_FACTORS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+DEFAULTS: dict[str, Any] = {
+    **{name: getattr(DynamicScale, name) for name in _FACTORS},
+    "enabled": True,
+    "history_size": HISTORY_SIZE,
+    "warn_after": WARN_AFTER,
+}
 """The options whose default is not None."""
 
-_FACTORS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-DEFAULTS |= {each.name: each.default for each in dataclasses.fields(DynamicScale) if each.name in _FACTORS}
 _SETTINGS = {field.name for field in dataclasses.fields(DynamicScale)}
 _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
 # Arguments of torch's scalers alone.

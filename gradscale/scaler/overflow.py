@@ -290,7 +290,7 @@ def find_cause(
         if minimum is None:
             values = " and ".join(["inf"] * (worst.inf > 0) + ["NaN"] * (worst.nan > 0))
             values += "; the weights and the state that were searched are finite" * (broken is not None)
-            return "model", f"{where} holds {values}: {look}."
+            return "model", f"{'The gradient of ' * bool(worst.name)}{where} holds {values}: {look}."
         if scale <= 1.0:
             return "model", f"{where} overflows at scale {scale:g}, which amplifies nothing: {look}."
         if scale <= minimum:
