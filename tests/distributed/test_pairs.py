@@ -10,6 +10,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from axes import require
@@ -56,7 +57,7 @@ PROGRAMS: dict[str, Program] = {
 CALLS: Program = (
     *((call, optimizer) for call in ("unscale", STEP) for optimizer in TRUE),
     *((call, optimizer) for call in ("overflow", "name", "without_gradients", "refuse") for optimizer in "AB"),
-    *((call, "A") for call in ("step_alone", "last_step", "step_schedule")),
+    *((call, "A") for call in ("step_alone", "decline", "last_step", "step_schedule")),
     *(("diagnose", *arguments) for arguments in (("A", False), ("A", True), ("B", True))),
     *(("update", *arguments) for arguments in ((), (4.0,), (65536.0,))),
     *(("set_growth_interval", 2), ("set_growth_interval", 5), ("set_growth_factor", 4.0)),
@@ -134,6 +135,10 @@ class Rank:
 
     def step_alone(self, optimizer):
         optimizer.step()
+
+    def decline(self, optimizer):
+        with mock.patch.object(optimizer, "step", return_value=gradscale.NOT_STEPPED):
+            self.scaler.step(optimizer)
 
     def step_schedule(self, optimizer):
         class Schedule:
