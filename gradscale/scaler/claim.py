@@ -348,8 +348,10 @@ class Outcome(enum.Enum):
 def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
     """Return how the ranks stand by an answer; ``own`` is this rank's message over the last group of a list."""
     if own[_STAGE] == _CARRYING:
+        # The values that ranks carry may differ.
         own = carrying(own[_HASH:_NORM], carried(values))
     if values[0] or _has_one_norm(values):
+        # So may norms, if they are close, or the gradients overflow.
         own = [*own[:_NORM], values[_NORM], *own[_MIDDLE:-1], values[-1]]
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
     has_failed = reason_number(GroupFlags(*values[:_FLAGS]).code) >= Reason.FAILED
@@ -398,7 +400,8 @@ _CONSEQUENCES = {
     "optimizer": "numbered in the order in which the scaler has met them, so some rank has them in another order",
     "scaler": "numbered in the order of their construction, so some rank has them in another order",
     "group": "so some rank has the groups in another order",
-    "steps": "so some rank left out step() after unscale_(), or its optimizer alone has refused one",
+    "steps": "so some rank left out step() after unscale_(), or its optimizer alone has refused one, or ranks have "
+    "loaded states that were saved after other steps",
     "kind": "so some rank has them in another order; if ranks hold other parts of a model, give its optimizer one name "
     "on all: scaler.name(optimizer, 'main')",
 }

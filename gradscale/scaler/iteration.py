@@ -176,7 +176,10 @@ class Iteration:
     @property
     def steps_so_far(self) -> int:
         """How many steps of all iterations are over, but for those that an optimizer itself has not made."""
-        return self.steps_before + sum(turn.is_over and not turn.is_declined for turn in self.turns)
+        steps = self.steps_before
+        for turn in self.turns:
+            steps += turn.is_over and not turn.is_declined
+        return steps
 
     def begin_anew(self, number: int, steps: int) -> Iteration:
         """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved.
@@ -604,6 +607,7 @@ class Iteration:
         self._messages += 1
         agreement = self.agreement
         met = agreement.met(optimizer)
+        # Norms and diagnoses do not depend on the policy and the steps, which the step's own message compares.
         is_step = call is Call.STEP
         return Claim(
             call=call,

@@ -326,8 +326,10 @@ class GradScaler:
             parts, ended = self._parts, self._iteration
             # An update that is interrupted can be made again: it learns once, and counts in its last call.
             report, underflow = ended.close(new_scale)
-            left_out = [turn.left_out for turn in ended.turns if turn.left_out is not None]
-            told = [*ended.steps, *(step_report(verdict, ended.number) for verdict in left_out)]
+            told = [*ended.steps]
+            for turn in ended.turns:
+                if turn.left_out is not None:
+                    told.append(step_report(turn.left_out, ended.number))
             self._iteration = Iteration(ended.number + 1, parts, ended.steps_so_far)
             for step in told:
                 parts.tally.note(step)

@@ -16,12 +16,18 @@ from gradscale.scaler.state import LiveState
 
 
 class Pending:
-    """The verdict on one optimizer's gradients.
+    """The verdict on one optimizer's gradients. To construct one begins the agreement of the ranks.
 
-    ``override`` returns a framework's verdict, which counts in its place, 0-d: 0 to make the step; None without one.
-    ``is_late``: the optimizer acts on it by itself, so that it is read only when somebody asks.
-    ``is_captured``: a captured graph writes it at each replay. ``not_scaled``: the gradients of a rank that has never
-    scaled a loss. To construct one begins the agreement of the ranks.
+    Where it is:
+
+    - Alone, with all numbers on the host: in ``known``, from the start.
+    - Over a group, or on a device: in the answer to the message, and in ``known`` after the first ``read``.
+    - ``is_late``, if the optimizer acts on it by itself: the same, but nobody reads it unless asked. Until then
+      ``count``, ``skips``, ``held`` and ``reason`` answer with arrays of the device.
+    - ``is_captured``, if a captured graph writes it at each replay: ``read`` anew each time, and never in ``known``.
+    - ``override``, if a framework has its own: that wins in each answer. It returns 0-d, 0 to make the step, or None.
+
+    ``not_scaled``: the gradients of a rank that has never scaled a loss.
     """
 
     known: Verdict | None = None
