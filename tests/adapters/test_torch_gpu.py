@@ -155,6 +155,24 @@ def test_bfloat16_is_unscaled_and_clipped_to_the_cpus_bits(scale: float, max_nor
     assert held[0] == held[1]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_gradient_of_more_than_2_31_elements_is_judged_and_clipped_to_its_end(dtype: str) -> None:
+    size, room = 2**31 + 17, 40e9
+    if torch.cuda.mem_get_info()[0] < room:
+        leave_out_gpu(f"less than {room:g} bytes of the device's memory are free")
+    parameter = torch.nn.Parameter(torch.zeros(size, dtype=getattr(torch, dtype), device="cuda"))
+    guard, optimizer = StepGuard(), torch.optim.SGD([parameter], lr=1.0)
+    for last in (math.nan, 1.0):
+        parameter.grad = torch.ones_like(parameter)
+        parameter.grad[-1] = last
+        norm = guard.unscale_(optimizer, max_norm=float(2**15))
+        guard.step(optimizer)
+        guard.update()
+        assert guard.last_step(optimizer).skipped == math.isnan(last)
+    assert float(norm) == pytest.approx(math.sqrt(size), rel=1e-3)
+    assert float(parameter[0]) == float(parameter[-1]) == pytest.approx(-(2**15) / math.sqrt(size), rel=4e-3)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1000.0), ("bfloat16", 3e38)])
 def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: str, value: float) -> None:
