@@ -98,6 +98,12 @@ class Turn:
         return self.stage is Stage.STEPPED or self.left_out is not None
 
     @property
+    def is_made(self) -> bool:
+        """Whether the step was made, as far as the host knows without a read."""
+        verdict = self.verdict or (self.pending and self.pending.known)
+        return self.stage is Stage.STEPPED and not (verdict and verdict.reason)
+
+    @property
     def is_incomplete(self) -> bool:
         """Whether the gradients may be divided in part, after an interrupt or a failure."""
         return self.stage is Stage.UNSCALED and (self.pending is None or not self.pending.is_begun)

@@ -572,9 +572,11 @@ class GradScaler:
             return {}
         live, guard = self._parts.live, self._parts.guard
         windows = None if guard is None else guard.numbers()
-        iteration = self._iteration
-        steps = iteration.steps_so_far
-        return checkpoint.build(live.policy, live.numbers(), iteration.number, self.counts(), steps, windows)
+        # Counts are read first, and with them the verdicts that are late.
+        iteration, counts = self._iteration, self.counts()
+        # Not those of this iteration that are skipped, which some ranks may leave out.
+        steps = iteration.steps_before + sum(turn.is_made for turn in iteration.turns)
+        return checkpoint.build(live.policy, live.numbers(), iteration.number, counts, steps, windows)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
