@@ -179,14 +179,6 @@ class Iteration:
         found = [reference() for reference, _ in self._known.values() if reference is not None]
         return [one for one in found if one is not None]
 
-    @property
-    def steps_so_far(self) -> int:
-        """How many steps of all iterations are over, but for those that an optimizer itself has not made."""
-        steps = self.steps_before
-        for turn in self.turns:
-            steps += turn.is_over and not turn.is_declined
-        return steps
-
     def begin_anew(self, number: int, steps: int) -> Iteration:
         """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved.
 

@@ -326,11 +326,12 @@ class GradScaler:
             parts, ended = self._parts, self._iteration
             # An update that is interrupted can be made again: it learns once, and counts in its last call.
             report, underflow = ended.close(new_scale)
-            told = [*ended.steps]
+            steps, told = ended.steps_before, [*ended.steps]
             for turn in ended.turns:
+                steps += turn.is_over and not turn.is_declined
                 if turn.left_out is not None:
                     told.append(step_report(turn.left_out, ended.number))
-            self._iteration = Iteration(ended.number + 1, parts, ended.steps_so_far)
+            self._iteration = Iteration(ended.number + 1, parts, steps)
             for step in told:
                 parts.tally.note(step)
             try:
