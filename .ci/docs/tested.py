@@ -3,42 +3,92 @@
 With ``--check`` it writes nothing, and says whether the table in the guide is that of the tests.
 """
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import array_api_strict
+
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "gradscale" / "README.md"
 TABLE = re.compile(r"(?<=<!-- made by .ci/docs/tested.py -->\n)(\|.*\n)*")
-# By the row of the fixture ``arrays``, by which the name of each test's case begins.
-LIBRARIES = {"numpy": "NumPy", "strict": "array-api-strict", "torch": "torch", "dask": "dask", "jax": "JAX"}
-LIBRARIES |= {"jax-jit": "JAX in `jit`"}
-# By the file of the tests that it has.
-FUNCTIONS = {
-    "functions": "`scale`, `unscale`, `select`",
-    "policy": "`DynamicScale`, `StaticScale`",
-    "spike_rule": "`SkipSpikes`",
-    "scaler": "`GradScaler`",
-    "closures": "closures",
-    "clipping": "`max_norm=`",
-    "guard": "`StepGuard`",
-    "diagnosis": "`diagnose`",
-    "diagnosis_broken": "`diagnose(params=, state=)`",
-    "checkpoint": "`state_dict`",
-    "foreign_state": "`load_foreign_state`",
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+from libraries import opened  # noqa: E402
+
+# Of each column the row of the fixture ``arrays``, and the files of the library's own tests with what their names hold.
+COLUMNS = {
+    "NumPy": ("numpy", "adapters/test_numpy_*.py", ""),
+    "torch": ("torch", "adapters/test_torch_*[!u].py", ""),  # but for those of a GPU
+    "torch, meta": ("", "core/test_functions.py", "_meta_"),
+    "torch, GPU": ("", "adapters/test_torch_gpu.py", ""),
+    "JAX": ("jax", "adapters/test_jax_*[!u].py", ""),
+    "JAX in `jit`": ("jax-jit", "adapters/test_jax_compiled.py", ""),
+    "JAX, GPU": ("", "adapters/test_jax_gpu.py", ""),
+    "CuPy, GPU": ("", "adapters/test_cupy_gpu.py", ""),
+    "MLX": ("", "adapters/test_mlx_*.py", ""),
+    "dask": ("dask", "", ""),
+    "2023.12": ("strict-2023.12", "", ""),
+    "2024.12": ("strict-2024.12", "", ""),
+    array_api_strict.__array_api_version__: ("strict", "", ""),
 }
+# The file whose tests run on the rows of the fixture, and what a test of one library's own has that is of this, too.
+FUNCTIONS = {
+    "`scale`, `unscale`": ("functions", r"\bunscale\("),
+    "`select`": ("functions", r"\bselect\("),
+    "`DynamicScale`, `StaticScale`": ("policy", r"\b(Dynamic|Static)Scale\("),
+    "`SkipSpikes`": ("spike_rule", r"\bSkipSpikes\("),
+    "`GradScaler`": ("scaler", r"\bGradScaler\("),
+    "closures": ("closures", r"\bclosure\b"),
+    "`max_norm=`": ("clipping", r"\bmax_norm="),
+    "`StepGuard`": ("guard", r"\bStepGuard\("),
+    "`diagnose`": ("diagnosis", r"\bdiagnose\("),
+    "`diagnose(params=, state=)`": ("diagnosis_broken", r"\bdiagnose\(.*\b(params|state)="),
+    "`state_dict`": ("checkpoint", r"\bstate_dict\("),
+    "`load_foreign_state`": ("foreign_state", r"\bload_foreign_state\("),
+}
+DTYPES = ("float16", "bfloat16", "float64", "complex64")
+COMPILED = "compiled, or in a graph of CUDA"
+COMPILES = re.compile(r"jax\.jit\b|torch\.compile\(|mx\.compile\b|cuda\.graph\(|begin_capture\(")
+
+
+def collected() -> str:
+    """Return the ids of the tests that run on the rows of the fixture."""
+    files = {f"tests/core/test_{name}.py" for name, _ in FUNCTIONS.values()}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", "--tier", "all", *sorted(files)]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def source(files: str, name: str) -> str:
+    """Return the code of a library's own tests, of those whose names hold a word if there is one."""
+    found = [path.read_text() for path in sorted((ROOT / "tests").glob(files))] if files else []
+    if not name:
+        return "\n".join(found)
+    parts = [part for text in found for part in ast.parse(text).body]
+    return "\n".join(ast.unparse(part) for part in parts if name in getattr(part, "name", ""))
+
+
+def column(ids: str, row: str, files: str, name: str) -> set[str]:
+    """Return what is tested in a column."""
+    own = source(files, name)
+    found = {dtype for dtype in DTYPES if re.search(rf"\b{dtype}\b", own)}
+    if COMPILES.search(own):
+        found.add(COMPILED)
+    if not row:
+        return found | {text for text, (_, used) in FUNCTIONS.items() if re.search(used, own)}
+    with opened(row) as library:
+        found |= {*library.reals, "complex64"}  # in test_functions.py
+    run = set(re.findall(rf"^tests/core/test_(\w+)\.py::\w+\[{row}(?:-(?!\d{{4}})|\])", ids, flags=re.MULTILINE))
+    return found | {text for text, (file, _) in FUNCTIONS.items() if file in run}
 
 
 def table() -> str:
     """Return the table of the tests that pytest collects."""
-    files = [f"tests/core/test_{name}.py" for name in FUNCTIONS]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", "--tier", "all", *files]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    rows = "|".join(sorted(LIBRARIES, key=len, reverse=True))
-    found = set(re.findall(rf"^tests/core/test_(\w+)\.py::\w+\[({rows})(?:-|\])", listed, flags=re.MULTILINE))
-    lines = [["tests of", *LIBRARIES.values()], ["---", *[":-:"] * len(LIBRARIES)]]
-    lines += [[text, *("✓" * ((name, row) in found) for row in LIBRARIES)] for name, text in FUNCTIONS.items()]
+    ids = collected()
+    found = {label: column(ids, *where) for label, where in COLUMNS.items()}
+    lines = [["tests of", *found], ["---", *[":-:"] * len(found)]]
+    lines += [[text, *("✓" * (text in each) for each in found.values())] for text in (*FUNCTIONS, COMPILED, *DTYPES)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

@@ -15,7 +15,7 @@ from libraries import Library
 from runs import start
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale, presets
 from gradscale.core import arithmetic
 
 # See conftest.py.
@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 def test_what_is_no_array_of_one_library_is_refused_with_its_place(arrays: Library, strict: Library, scale: Scale):
-    stranger = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
+    stranger = np.ones(1) if arrays.name.startswith("strict") else strict.asarray([1.0])
     other = r"output at \['x'\]\[1\] must be an array of the library .* use one"
     for wrong, message in (*WRONG.values(), ({"x": [arrays.asarray([1.0]), stranger]}, other)):
         with pytest.raises(InvalidTypeError, match=message):
@@ -255,7 +255,7 @@ def test_one_array_in_two_places_is_divided_and_counted_once(arrays: Library):
 
 
 def test_what_is_no_array_of_the_states_library_is_refused_with_its_place(arrays: Library, strict: Library):
-    stranger = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
+    stranger = np.ones(1) if arrays.name.startswith("strict") else strict.asarray([1.0])
     for wrong, message in (
         (1.5, r"gradient must be an array .*got 1\.5"),
         ({"w": [None, "x"]}, r"gradient at \['w'\]\[1\] must be an array"),
@@ -326,7 +326,7 @@ def test_what_goes_not_together_is_refused(arrays: Library):
 def test_an_out_of_another_shape_or_kind_is_refused_and_nothing_is_written(arrays: Library, strict: Library):
     first, grad = arrays.asarray([8.0]), arrays.asarray([8.0, 8.0])
     target = arrays.asarray([0.0])
-    stranger = np.zeros(2) if arrays.name == "strict" else strict.asarray([0.0, 0.0])
+    stranger = np.zeros(2) if arrays.name.startswith("strict") else strict.asarray([0.0, 0.0])
     wrong: list[tuple[Any, type[Exception], str]] = [
         (arrays.asarray([0.0]), InvalidValueError, r"out must hold an array of shape \(2,\)|size"),
         (None, InvalidValueError, "out must hold an array of shape"),
@@ -396,7 +396,7 @@ def test_trees_of_two_structures_dtypes_or_shapes_and_unequal_leaves_are_refused
             gradscale.select(wrong, [one], [one])
 
 
-# Devices, and torch's graphs.
+# Devices, with and without values, and torch's graphs.
 
 
 def test_arrays_stay_on_their_devices_and_are_judged_on_the_states_own(strict: Library):
@@ -434,3 +434,29 @@ def test_on_torch_everything_stays_in_its_graph():
     [got], _ = gradscale.unscale([leaf * 24.0], DynamicScale(init_scale=8.0).init(leaf))
     gradscale.select(torch.tensor(True), got, torch.zeros(1)).sum().backward()
     assert leaf.grad.tolist() == [3.0]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_on_torchs_meta_device_they_give_tensors_of_the_cpus_dtypes_and_shapes(dtype: str):
+    torch = require("torch")
+
+    def forms(device: str):
+        given = {"w": torch.ones((2, 3), dtype=getattr(torch, dtype), device=device), "n": None}
+        made = []
+        for policy in (DynamicScale(), StaticScale(8.0), *map(presets.named, presets.names())):
+            state = policy.init(like=given["w"])
+            scaled = gradscale.scale(given, state)
+            unscaled, nonfinite = gradscale.unscale(scaled, state)
+            masters, _ = gradscale.unscale(scaled, state, dtype=torch.float32)
+            chosen = gradscale.select(nonfinite == 0, unscaled, given)
+            made += [nonfinite, *policy.update(state, nonfinite=nonfinite)]
+            made += [each["w"] for each in (scaled, unscaled, masters, chosen)]
+        rule, loss = SkipSpikes(), torch.ones((), device=device)
+        window = rule.init(like=loss)
+        is_spike = rule.judge(window, loss)
+        made += [is_spike, *rule.learn(window, loss, skipped=is_spike)]
+        assert {x.device.type for x in made} == {device}
+        return [(x.dtype, x.shape) for x in made]
+
+    assert forms("meta") == forms("cpu")

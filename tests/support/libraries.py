@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import types
 import weakref
@@ -122,8 +123,8 @@ def _numpy() -> Library:
     return Library("numpy", xp, halves=("float16",))
 
 
-def _strict() -> Library:
-    return Library("strict", require("strict"))
+def _strict(version: str = "") -> Library:
+    return Library(f"strict-{version}" if version else "strict", require("strict"))
 
 
 def _torch() -> Library:
@@ -161,6 +162,7 @@ _MAKERS = {
     "numpy": _numpy,
     "numpy-readonly": lambda: dataclasses.replace(_numpy(), name="numpy-readonly", readonly=True),
     "strict": _strict,
+    **{f"strict-{version}": functools.partial(_strict, version) for version in ("2024.12", "2023.12")},
     "torch": _torch,
     "torch-core": lambda: dataclasses.replace(_torch(), name="torch-core"),
     "dask": _dask,
@@ -183,7 +185,8 @@ def opened(name: str) -> Iterator[Library]:
     - ``numpy`` and ``torch`` go through their adapters.
     - ``numpy-readonly`` and ``torch-core`` go through the pure core; the arrays of the first raise when they are
       written to.
-    - ``strict`` goes through the pure core, with every optional part of the standard switched off.
+    - ``strict`` goes through the pure core, with every optional part of the standard switched off. It has the newest
+      version of the standard that array-api-strict knows, and ``strict-2023.12`` that one.
     - ``jax`` goes through its adapter, with float64; in ``jax-jit`` the pure functions are traced as a whole.
     - ``dask`` goes through the pure core, too, and computes in this thread, where and when a value is asked for.
     """
@@ -192,8 +195,10 @@ def opened(name: str) -> Iterator[Library]:
         if name in ("numpy-readonly", "torch-core"):
             generic = Backend()
             patch.setattr(registry, "backend_for", lambda _: generic)
-        if name == "strict":
+        if name.startswith("strict"):
             flags = {"boolean_indexing": False, "data_dependent_shapes": False, "enabled_extensions": ()}
+            if name != "strict":
+                flags["api_version"] = name.removeprefix("strict-")
             with library.xp.ArrayAPIStrictFlags(**flags):
                 yield library
         elif name.startswith("jax"):
