@@ -9,29 +9,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-import array_api_strict
-
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "gradscale" / "README.md"
 TABLE = re.compile(r"(?<=<!-- made by .ci/docs/tested.py -->\n)(\|.*\n)*")
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from libraries import opened  # noqa: E402
 
-# Of each column the row of the fixture ``arrays``, and the files of the library's own tests with what their names hold.
+# Of each column: the rows of the fixture ``arrays``, the files of the library's own tests, what those tests are named.
 COLUMNS = {
-    "NumPy": ("numpy", "adapters/test_numpy_*.py", ""),
-    "torch": ("torch", "adapters/test_torch_*[!u].py", ""),  # but for those of a GPU
-    "torch, meta": ("", "core/test_functions.py", "_meta_"),
-    "torch, GPU": ("", "adapters/test_torch_gpu.py", ""),
-    "JAX": ("jax", "adapters/test_jax_*[!u].py", ""),
-    "JAX in `jit`": ("jax-jit", "adapters/test_jax_compiled.py", ""),
-    "JAX, GPU": ("", "adapters/test_jax_gpu.py", ""),
-    "CuPy, GPU": ("", "adapters/test_cupy_gpu.py", ""),
-    "MLX": ("", "adapters/test_mlx_*.py", ""),
-    "dask": ("dask", "", ""),
-    "2023.12": ("strict-2023.12", "", ""),
-    "2024.12": ("strict-2024.12", "", ""),
-    array_api_strict.__array_api_version__: ("strict", "", ""),
+    "NumPy": (["numpy"], "adapters/test_numpy_*.py", ""),
+    "torch": (["torch"], "adapters/test_torch_*[!u].py", ""),  # but for those of a GPU
+    "torch, meta": ([], "core/test_functions.py", "_meta_"),
+    "torch, GPU": ([], "adapters/test_torch_gpu.py", ""),
+    "JAX": (["jax"], "adapters/test_jax_*[!u].py", ""),
+    "JAX, `jit`": (["jax-jit"], "adapters/test_jax_compiled.py", ""),
+    "JAX, GPU": ([], "adapters/test_jax_gpu.py", ""),
+    "CuPy, GPU": ([], "adapters/test_cupy_gpu.py", ""),
+    "MLX": ([], "adapters/test_mlx_*.py", ""),
+    "dask": (["dask"], "", ""),
+    "strict": (["strict-2023.12", "strict-2024.12", "strict"], "", ""),
 }
 # The file whose tests run on the rows of the fixture, and what a test of one library's own has that is of this, too.
 FUNCTIONS = {
@@ -44,12 +40,12 @@ FUNCTIONS = {
     "`max_norm=`": ("clipping", r"\bmax_norm="),
     "`StepGuard`": ("guard", r"\bStepGuard\("),
     "`diagnose`": ("diagnosis", r"\bdiagnose\("),
-    "`diagnose(params=, state=)`": ("diagnosis_broken", r"\bdiagnose\(.*\b(params|state)="),
+    "`diagnose(state=)`": ("diagnosis_broken", r"\bdiagnose\(.*\b(params|state)="),
     "`state_dict`": ("checkpoint", r"\bstate_dict\("),
     "`load_foreign_state`": ("foreign_state", r"\bload_foreign_state\("),
 }
 DTYPES = ("float16", "bfloat16", "float64", "complex64")
-COMPILED = "compiled, or in a graph of CUDA"
+COMPILED = "compiled"
 COMPILES = re.compile(r"jax\.jit\b|torch\.compile\(|mx\.compile\b|cuda\.graph\(|begin_capture\(")
 
 
@@ -69,18 +65,22 @@ def source(files: str, name: str) -> str:
     return "\n".join(ast.unparse(part) for part in parts if name in getattr(part, "name", ""))
 
 
-def column(ids: str, row: str, files: str, name: str) -> set[str]:
-    """Return what is tested in a column."""
+def column(ids: str, rows: list[str], files: str, name: str) -> set[str]:
+    """Return what is tested in a column, on each of its rows."""
     own = source(files, name)
     found = {dtype for dtype in DTYPES if re.search(rf"\b{dtype}\b", own)}
     if COMPILES.search(own):
         found.add(COMPILED)
-    if not row:
+    if not rows:
         return found | {text for text, (_, used) in FUNCTIONS.items() if re.search(used, own)}
-    with opened(row) as library:
-        found |= {*library.reals, "complex64"}  # in test_functions.py
-    run = set(re.findall(rf"^tests/core/test_(\w+)\.py::\w+\[{row}(?:-(?!\d{{4}})|\])", ids, flags=re.MULTILINE))
-    return found | {text for text, (file, _) in FUNCTIONS.items() if file in run}
+    for row in rows:
+        with opened(row) as library:
+            found |= {*library.reals, "complex64"}  # in test_functions.py
+    cases = [rf"::\w+\[{row}(-(?!\d{{4}}\.)|\])" for row in rows]
+    for text, (file, _) in FUNCTIONS.items():
+        if all(re.search(rf"^tests/core/test_{file}\.py{case}", ids, flags=re.MULTILINE) for case in cases):
+            found.add(text)
+    return found
 
 
 def table() -> str:

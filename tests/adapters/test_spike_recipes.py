@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 from axes import require
-from axes_torch import StepGuard, torch
+from axes_torch import gradscale_torch, torch
 from batches import Batch
-from recipe_blocks import run_on
+from recipe_blocks import GUARD_PAGE, run_on
 
 import gradscale
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("all")]
 
-README = Path(__file__).parents[2] / "README.md"
 BATCHES, SPIKE = 72, 70
 
 
-def test_the_readmes_loop_skips_a_spike():
+def test_the_loop_of_one_process_skips_a_spike():
     scenarios = importlib.import_module("spike_recipe_scenarios")
     model = scenarios.made_model()
     given: dict[str, Any] = {
         "gradscale": gradscale,
-        "StepGuard": StepGuard,
+        "gradscale_torch": gradscale_torch,
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
         "loader": scenarios.made_loader(BATCHES),
         "loss_of": scenarios.Spiking((SPIKE,)),
     }
-    names = run_on(README, "spikes", **given)
+    names = run_on(GUARD_PAGE, "spikes", **given)
     skipped = [(report.iteration, report.reason, report.by) for report in names["guard"].history if report.skipped]
     assert skipped == [(SPIKE, "spike", 0)]
 
