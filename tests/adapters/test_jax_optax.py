@@ -153,6 +153,12 @@ def test_state_in_which_an_epsilon_is_zero_is_refused_unless_a_dtype_is_given():
     np.testing.assert_allclose(updates["w"], [-0.1, 0.0], rtol=1e-4)
 
 
+def test_the_inner_transformation_sees_the_parameters_in_the_dtype_of_its_gradients():
+    params, tx = {"w": jnp.ones(2, jnp.float16)}, scaled(optax.stateless(lambda _, seen: seen), dtype=jnp.float32)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["w"].dtype == jnp.float32
+
+
 FROZEN = optax.partition({"train": optax.adam(0.125), "freeze": optax.set_to_zero()}, {"w": "train", "base": "freeze"})
 HALF_MU = optax.adam(0.125, mu_dtype="float16")
 

@@ -14,6 +14,7 @@ from optimizers import Tree
 import gradscale
 from gradscale import InvalidTypeError, InvalidValueError
 from gradscale.errors import LogWriteError
+from gradscale.scaler.overflow import OverflowReport, ParameterReport
 from gradscale.scaler.reports import StepReport, UpdateReport
 from gradscale.tools.callbacks import JSONLines, LogUpdates, TensorBoard, read_log
 
@@ -47,6 +48,13 @@ def test_a_row_that_a_crash_has_cut_does_not_spoil_the_next_and_beginning_anew_w
         log(update(7))
         log(update(8))
     assert [row["iteration"] for row in read_log(path)] == [7, 8]
+
+
+def test_a_row_has_the_retries_of_all_closures(tmp_path: Path):
+    steps = tuple(StepReport(False, 8.0, 0, "stepped", 1, retries) for retries in (2, 3))
+    with JSONLines(tmp_path / "log.jsonl") as log:
+        log(UpdateReport(1, 8.0, False, 0, steps))
+    assert [row["retries"] for row in read_log(tmp_path / "log.jsonl")] == [5]
 
 
 @pytest.mark.parametrize("text", ['{"cut', "[" * 100_000, "1" * 200_000, "{}\nmagnitude"], ids=lambda text: text[-3:])
@@ -113,6 +121,13 @@ def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog
         "iteration 4: 1 of the last 4 steps skipped (25 %), scale 16",
         "iteration 5: scale was set, 16 -> 2",
     ]
+
+
+def test_a_parameter_that_several_ranks_have_is_named_once(caplog: pytest.LogCaptureFixture):
+    entries = tuple(ParameterReport("w", (rank,), inf=1) for rank in range(5))
+    overflow = OverflowReport(entries, 8.0, 1, "scale", "")
+    LogUpdates()(StepReport(True, 8.0, 1, "overflow", 1, overflow=overflow))
+    assert caplog.messages == ["iteration 1: step skipped at scale 8, 1 non-finite gradient (inf or NaN): w"]
 
 
 @pytest.mark.numpy

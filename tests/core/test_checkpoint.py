@@ -242,6 +242,14 @@ def test_gradients_scaled_before_a_load_are_divided_by_the_scale_that_made_them(
     arrays.assert_array(scaler.scale(arrays.asarray(1.0)), 1024.0)
 
 
+@pytest.mark.parametrize("road", ROADS)
+def test_a_scale_that_is_set_before_any_array_is_not_that_of_a_copy(road: str):
+    scaler = loaded(SAVED)
+    other = ROADS[road](scaler)
+    scaler.update(8.0)
+    assert (scaler.get_scale(), other.get_scale()) == (8.0, 1024.0)
+
+
 @pytest.mark.parametrize("road", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_a_copy_after_a_load_has_the_loaded_scale_and_no_gradients_of_the_one_before(
     arrays: Library, road: Callable[[GradScaler], GradScaler]

@@ -62,10 +62,12 @@ def test_gradients_below_the_norm_keep_their_bits(arrays: Library):
 
 def test_a_norm_of_zero_is_allowed_as_the_largest_and_as_the_norm(arrays: Library):
     given = arrays.asarray([24.0, 32.0])
-    optimizer = Tree([given])
-    arrays.assert_array(ready(arrays).unscale_(optimizer, max_norm=0), 5.0)
+    scaler, optimizer = ready(arrays), Tree([given])
+    arrays.assert_array(scaler.unscale_(optimizer, max_norm=0), 5.0)
     arrays.assert_array(optimizer.grads[0], [0.0, 0.0])
     assert arrays.name != "numpy" or optimizer.grads[0] is given
+    scaler.step(optimizer)
+    assert optimizer.steps == 1
     optimizer = Tree([arrays.asarray([0.0])])
     arrays.assert_array(ready(arrays).unscale_(optimizer, max_norm=1.0), 0.0)
     nothing = Tree([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -105,6 +106,21 @@ def test_a_desync_is_raised_again_on_every_rank_and_a_common_checkpoint_mends_it
         return [optimizer.steps, optimizer.grads[0].tolist(), scaler.get_scale()]
 
     assert run_ranks(3, train) == [[1, [1.0] * 3, 1024.0]] * 3
+
+
+def test_copies_of_scalers_that_have_met_a_desync_go_on_with_one_scale():
+    def train(group) -> int:
+        scaler = ShardedGradScaler(group=group)
+        scaler.update(8.0 * (1 + group.rank))
+        with pytest.raises(gradscale.ScaleDesyncError):
+            scaler.step(begin(scaler))
+        copied = copy.deepcopy(scaler)
+        copied.update(8.0)
+        optimizer = begin(copied)
+        copied.step(optimizer)
+        return optimizer.steps
+
+    assert run_ranks(2, train) == [1, 1]
 
 
 def test_gradients_that_were_partly_unscaled_are_not_unscaled_again():

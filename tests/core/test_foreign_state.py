@@ -40,6 +40,7 @@ STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int, set[str]]] = {
     "nemo": (TORCH | {"_hysteresis_tracker": 1}, "nemo", 1024.0, 5, 0, {"hysteresis"}),
     "megatron": (MEGATRON, "megatron", 4096.0, 3, 1, {*FACTORS, "growth_interval", "hysteresis", "min_scale"}),
     "deepspeed": (DEEPSPEED, "deepspeed", 256.0, 2, 1, set()),
+    "deepspeed-after-an-overflow": (DEEPSPEED | {"last_overflow_iter": 9}, "deepspeed", 256.0, 0, 1, set()),
     "deepspeed-stage0": (STAGE0, "deepspeed", 256.0, 2, 0, {"min_scale", "system"}),
     "apex-amp": (APEX, "apex", 512.0, 3, 0, OF_APEX),
     "apex-one": (APEX["loss_scaler0"], "apex", 512.0, 3, 0, OF_APEX),

@@ -89,6 +89,19 @@ def test_a_run_with_a_bad_batch_is_to_the_bit_the_run_without_it(bad: str):
     assert guard.counts()["taken"] == 19
 
 
+def test_steps_that_ranks_have_made_alone_do_not_count_in_a_group():
+    def train(group) -> str:
+        guard, optimizers = StepGuard(), [Tree(), Tree()]
+        for optimizer in optimizers[group.rank :]:
+            optimizer.grads = [np.ones(3, np.float32)]
+            guard.step(optimizer)
+        guard.update()
+        guard.set_group(group)
+        return iterate(guard, optimizers[1], 1.0).reason
+
+    assert gradscale.testing.run_ranks(2, train) == ["stepped"] * 2
+
+
 def test_a_loss_comes_back_as_it_is(arrays: Library):
     for guard in (StepGuard(), StepGuard(skip=RULE), GradScaler(policy=StaticScale(1.0))):
         loss = arrays.asarray(3.0)

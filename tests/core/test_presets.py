@@ -65,6 +65,12 @@ def test_jmps_numbers_are_taken_and_moved_to_what_they_mean():
         presets.jmp(growth_interval=2.5)
 
 
+@pytest.mark.parametrize("threshold", [None, 0.5, 1.0, 2.0])
+def test_fairseq_stays_at_a_threshold_above_its_minimum_and_else_raises(threshold: float | None):
+    rule = presets.fairseq(min_scale=1.0, threshold=threshold)
+    assert (rule.min_scale, rule.at_min) == (2.0, "clamp" if threshold == 2.0 else "raise")
+
+
 @pytest.mark.parametrize("name", ["colossalai", "megatron", "paddle", "paddle_static"])
 def test_factors_are_float32_where_the_original_multiplies_by_such(name: str):
     settings = {"init_scale": 2.0**40, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1}

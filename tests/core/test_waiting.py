@@ -159,6 +159,12 @@ def test_a_wait_of_more_than_a_minute_is_told_once_on_the_log(
     assert all((record.name, record.levelname) == ("gradscale", "WARNING") for record in caplog.records)
 
 
+def test_a_wait_that_was_told_ends_when_its_time_is_over(clock: Clock):
+    with pytest.raises(CollectiveTimeoutError, match="waited 90 s for a letter"):
+        wait_on(Group(), timeout=90.0).until(lambda: False, "a letter", longest_pause=0.4)
+    assert 90.0 <= clock.now < 91.0
+
+
 def test_ranks_that_are_threads_say_that_they_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(waiting, "_SILENT", 0.05)
     has_told = threading.Event()

@@ -171,13 +171,12 @@ class World:
 class Faulty:
     """Collectives whose every message fails, or that do not tell of other states of other ranks."""
 
-    def __init__(self, inner, fails: bool):
-        self.rank, self.size, self._inner, self._fails = inner.rank, inner.size, inner, fails
+    def __init__(self, inner, error: Exception | None):
+        self.rank, self.size, self._inner, self._error = inner.rank, inner.size, inner, error
 
     def start_max(self, x, /):
-        if self._fails:
-            msg = "the network is down"
-            raise BackendError(msg)
+        if self._error is not None:
+            raise self._error
         finish = self._inner.start_max(x)
         return lambda: np.concatenate([finish()[:5], x[5:]]) if len(x) == claims.LENGTH else finish()
 
@@ -207,19 +206,27 @@ def test_all_that_is_tried_passes_and_the_late_rank_is_late(monkeypatch: pytest.
 
 @pytest.mark.tier("quick")
 @pytest.mark.parametrize(
-    ("fails", "stage", "problem"),
+    ("error", "stage", "problem"),
     [
-        (True, "inf on rank 0", "the network is down"),
-        (False, "other scale on rank 0", "did not notice that rank 0 holds another scale"),
+        (BackendError("the network is down"), "inf on rank 0", "the network is down"),
+        (None, "other scale on rank 0", "did not notice that rank 0 holds another scale"),
     ],
     ids=["fails", "deaf"],
 )
-def test_what_all_ranks_fail_at_is_a_problem_of_all(fails: bool, stage: str, problem: str):
+def test_what_all_ranks_fail_at_is_a_problem_of_all(error: Exception | None, stage: str, problem: str):
     require("cli")
-    page = checked(lambda group: Faulty(group, fails))
+    page = checked(lambda group: Faulty(group, error))
     assert (page["ok"], page["stages"][-1]["name"]) == (False, stage)
     assert [one["rank"] for one in page["problems"]] == [0, 1]
     assert all(problem in one["problem"] for one in page["problems"])
+
+
+@pytest.mark.tier("quick")
+def test_a_rank_that_waited_for_one_that_failed_is_not_to_blame():
+    require("cli")
+    errors = BackendError("some rank never came"), ValueError("the network is down")
+    page = checked(lambda group: Faulty(group, errors[group.rank]))
+    assert [one["rank"] for one in page["problems"]] == [1]
 
 
 @pytest.mark.tier("quick")

@@ -37,6 +37,12 @@ def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path):
         assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(("again", "label"), [(4, "iteration"), (2, "row of the log")])
+def test_a_resumed_run_that_made_iterations_twice_is_drawn_by_the_rows_of_its_log(again: int, label: str):
+    (axes,) = plot.history([*REPORTS, UpdateReport(again, 1.0, True, 0, ())]).axes
+    assert (axes.get_xlabel(), axes.collections[0].get_offsets()[-1].tolist()) == (label, [4.0, 1.0])
+
+
 def test_runs_that_are_drawn_in_one_ax_lie_within_its_limits():
     ax = plot.history(REPORTS).axes[0]
     plot.history([UpdateReport(4, 2.0**20, False, 0, ())], ax=ax)

@@ -46,10 +46,16 @@ def test_a_scale_that_falls_and_falls_and_reaches_zero_at_torchs_recovers(factor
     assert run.parameter[0].item() == pytest.approx(-300.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_a_run_longer_than_a_new_interval_never_grows_at_torchs_and_at_once_at_ours(kind):
+def sharded(*args, **options) -> ShardedGradScaler:
+    """Return a scaler of one rank, whose state torch's kernel adapts."""
+    return ShardedGradScaler(*args, group=run_ranks(1, lambda group: group)[0], **options)
+
+
+@pytest.mark.parametrize("length", [2, 5])
+@pytest.mark.parametrize("kind", [*BOTH, sharded])
+def test_a_run_as_long_as_a_new_interval_never_grows_at_torchs_and_at_once_at_ours(kind, length: int):
     run = Small(kind("cpu", 4.0, growth_interval=100))
-    for _ in range(5):
+    for _ in range(length):
         run.iterate(1.0)
     run.scaler.set_growth_interval(2)
     scales = []

@@ -231,6 +231,9 @@ def loaded_after_a_difference(group, odd_rank: int, place: str, keys: str):
     trainer.optimizers.append(trainer.optimizer())
     for order in ((1, 2, 0), (0, 1, 2)):
         trainer.iterate(order)
+        if rank == odd_rank:
+            # Once the difference is mended, a load leaves the optimizers their numbers.
+            trainer.scaler.load_state_dict(trainer.scaler.state_dict())
     return trainer.scaler.state_dict()
 
 
