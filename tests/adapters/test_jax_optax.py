@@ -243,8 +243,11 @@ def test_the_state_is_made_beside_the_parameters_keeps_its_types_and_is_compiled
 def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without_a_place():
     tx = scaled(optax.sgd(0.5))
     free = {"anywhere": jnp.ones(2)}
-    made = tx.init({**free, "chosen": jax.device_put(jnp.ones(2), jax.devices()[2])})
+    chosen = {**free, "chosen": jax.device_put(jnp.ones(2), jax.devices()[2])}
+    made = tx.init(chosen)
     assert made.scale_state.scale.devices() == {jax.devices()[2]}
+    # Of several places, where the most devices are.
+    assert tx.init({**chosen, "spread": on_mesh(jnp.ones(2))}).scale_state.scale.devices() == {*jax.devices()}
     assert_same_bits(jax.jit(tx.init)(free).scale_state, made.scale_state)
     shapes = jax.eval_shape(tx.init, free).scale_state
     assert [(leaf.shape, leaf.dtype) for leaf in shapes] == [(leaf.shape, leaf.dtype) for leaf in made.scale_state]

@@ -133,6 +133,18 @@ def test_refusing_in_a_hook_of_the_step_is_an_error_and_changes_nothing(name: st
         assert (run.report.reason, run.scaler.state_dict()["_growth_tracker"]) == ("stepped", steps)
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
+def test_a_refusal_is_obeyed_after_a_framework_has_looked_at_the_verdict(name: str):
+    run = made(name, "cuda")
+    before = held(run)
+    run.give(1.0)
+    run.scaler.unscale_(run.optimizer)
+    assert run.scaler._found_inf_per_device(run.optimizer)
+    run.scaler.refuse(run.optimizer)
+    run.step()
+    assert (run.report.reason, held(run)) == ("refused", before)
+
+
 def test_a_loss_is_judged_where_it_is():
     run = made("SGD", "cuda:0", skip=gradscale.SkipSpikes(window=4, min_values=2, of="loss"))
     for loss, reason in ((1.0, "stepped"), (1.0, "stepped"), (2.0, "spike")):

@@ -106,7 +106,7 @@ def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path):
 
 def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
-    log = LogUpdates(summary_every=4)
+    log = LogUpdates(summary_every=2)
     skipped = update(2, 8.0, 4.0, skipped=True)
     log(update(1))
     log(skipped.steps[0])
@@ -117,8 +117,9 @@ def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog
     assert caplog.messages == [
         "iteration 2: step skipped at scale 8, 2 non-finite gradients (inf or NaN)",
         "iteration 2: scale backed off, 8 -> 4",
+        "iteration 2: 1 of the last 2 steps skipped (50 %), scale 4",
         "iteration 4: scale grew, 4 -> 16",
-        "iteration 4: 1 of the last 4 steps skipped (25 %), scale 16",
+        "iteration 4: 0 of the last 2 steps skipped (0 %), scale 16",
         "iteration 5: scale was set, 16 -> 2",
     ]
 

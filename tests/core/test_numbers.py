@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_magnitudes_of_half_precision_do_not_overflow_in_it():
     half = np.asarray(exact, dtype=np.float16)
     assert simulate(StaticScale(2.0**20), measured(half)).skipped == (False, True)
     assert [type(value) for value in measured(half).largest] == [float, float]
-    assert simulate(StaticScale(1.0), measured([10**400, 3])).skipped == (True, False)
+    assert simulate(StaticScale(1.0), measured([10**400, math.nan, 3])).skipped == (True, True, False)
 
 
 def test_a_policy_that_raises_ends_its_run_in_that_step():

@@ -42,6 +42,12 @@ def test_the_maximum_is_of_all_ranks_and_the_array_sent_may_be_reused(arrays: Li
     assert run_ranks(3, rank) == [[2, 0, 7]] * 3
 
 
+def test_each_rank_has_a_result_of_its_own():
+    one, other = run_ranks(2, lambda group: group.start_max(np.zeros(1, np.int32))())
+    one += 1
+    assert other.tolist() == [0]
+
+
 def test_collectives_may_overlap_and_are_counted():
     def rank(collectives: ThreadCollectives):
         pending = [collectives.start_max(np.asarray([collectives.rank + index])) for index in range(3)]
