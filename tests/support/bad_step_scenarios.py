@@ -235,12 +235,14 @@ def left_out(group, bad_rank: int, reason: str):
     scaler.unscale_(optimizer)
     if not is_bad:
         scaler.step(optimizer)
+    # Each rank may resume from a state of its own.
+    before = scaler.state_dict()
     scaler.update()
     for _ in range(2):
         assert iterate(trainer, 1.0).reason == "stepped"
     saved = scaler.state_dict()
     assert saved["spikes"][0]["loss"]["values"] == [1.0] * 7
-    return saved
+    return before, saved
 
 
 def losses_of(rank: int, steps: int) -> Iterator[float]:
