@@ -152,6 +152,14 @@ def test_the_front_page_is_short():
     assert len(text.split()) <= 1100
 
 
+@pytest.mark.parametrize("page", ["README.md", "gradscale/README.md"])
+def test_no_line_of_code_is_wider_than_a_phone(page: str):
+    blocks = re.findall(r"```(?:python|diff)\n(.*?)```", PAGES[page], flags=re.DOTALL)
+    assert blocks
+    # So many characters are shown of a line on 390 pixels.
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 44] == []
+
+
 def test_every_block_says_what_it_is_written_in():
     for page, text in PAGES.items():
         # Without a language the site colours what a program prints as if it were Python.
