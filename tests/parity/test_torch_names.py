@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import copy
 import functools
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +10,7 @@ from typing import Any
 import pytest
 from axes_torch import gradscale_torch, torch
 from small_torch import Small
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 
 import gradscale
 from gradscale import GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler, presets
@@ -90,69 +87,6 @@ def test_an_override_of_unscale_that_judges_nothing_is_an_error_as_at_torchs(pai
 # The states of optimizers.
 
 
-@pytest.mark.parametrize("gradient", [1.0, float("inf")])
-def test_an_optimizer_can_be_unscaled_again_when_its_stage_was_set(pair: tuple[Any, Any], gradient: float):
-    for make in pair:
-        run = Small(make("cpu"))
-        run.scaler.scale(torch.ones(()))
-        # What mosaicml's ClosureGradScaler does, but that it keeps the state from before ``unscale_``.
-        state = states_of(run)
-        for value in (1.0, gradient):
-            state["stage"] = OptState.READY
-            run.parameter.grad = torch.full((2,), value) * run.scaler._scale
-            run.scaler.unscale_(run.optimizer)
-        assert sum(flag.item() for flag in state["found_inf_per_device"].values()) == (gradient != 1.0)
-        before = states_of(run)
-        run.scaler.update()
-        assert run.scaler.get_scale() == (65536.0 if gradient == 1.0 else 32768.0)
-        # The next iteration has states of its own.
-        assert (before["stage"], states_of(run)["stage"]) == (OptState.UNSCALED, OptState.READY)
-
-
-def test_what_is_written_to_the_state_of_an_optimizer_is_its_verdict(pair: tuple[Any, Any]):
-    for make in pair:
-        for found, moved, scale in ((0.0, -1.0, 65536.0), (1.0, 0.0, 32768.0)):
-            run = Small(make("cpu"))
-            run.put(1.0)
-            assert run.scaler._found_inf_per_device(run.optimizer) == {}
-            flags = {torch.device("cpu"): torch.tensor(found)}
-            state = {"stage": OptState.UNSCALED, "found_inf_per_device": flags}
-            run.scaler._per_optimizer_states[id(run.optimizer)] = state
-            run.step()
-            assert (run.held, run.scaler.get_scale()) == ([[moved] * 2], scale)
-
-
-def test_a_verdict_that_is_cleared_in_place_lets_the_step_be_made(pair: tuple[Any, Any]):
-    for make in pair:
-        run = Small(make("cpu"))
-        run.put(math.inf)
-        run.scaler.unscale_(run.optimizer)
-        for flag in run.scaler._found_inf_per_device(run.optimizer).values():
-            flag.zero_()
-        run.parameter.grad.fill_(1.0)
-        run.step()
-        assert (run.held, run.state) == ([[-1.0] * 2], (65536.0, 1))
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_what_is_written_before_the_scaler_has_met_the_optimizer_is_its_verdict(
-    pair: tuple[Any, Any], found: float, shape: tuple[int, ...]
-):
-    def script(make):
-        run = Small(make("cpu", init_scale=4.0))
-        run.put(1.0)
-        # As apex's DistributedFusedAdam does when it has unscaled by itself.
-        state = states_of(run)
-        state["found_inf_per_device"] = {torch.device("cpu"): torch.full(shape, found)}
-        state["stage"] = OptState.UNSCALED
-        assert id(run.optimizer) in run.scaler._per_optimizer_states
-        run.step()
-        return run.held, run.scaler.get_scale()
-
-    assert same(pair, script) == (([[0.0, 0.0]], 2.0) if found else ([[-1.0, -1.0]], 4.0))
-
-
 def test_a_verdict_that_is_written_before_there_is_a_scale_counts(pair: tuple[Any, Any]):
     run = Small(pair[0]("cpu", init_scale=4.0))
     states_of(run).update(stage=OptState.UNSCALED, found_inf_per_device={torch.device("cpu"): torch.ones(1)})
@@ -174,6 +108,12 @@ def test_flags_of_one_element_are_taken_of_two_devices_and_by_any_policy(pair: t
 
 
 def test_what_is_no_state_of_an_optimizer_is_an_error(pair: tuple[Any, Any]):
+    states = pair[0]("cpu")._per_optimizer_states
+    for take in (states.__delitem__, states.pop):
+        with pytest.raises(KeyError):
+            take(1)
+    # torch's would keep what is no state.
+    assert states.setdefault(1, 5)["stage"] is OptState.READY
     run = Small(pair[0]("cpu"))
     with pytest.raises(TypeError):
         states_of(run)["found_inf_per_device"]["cpu"] = 1.0
@@ -183,136 +123,6 @@ def test_what_is_no_state_of_an_optimizer_is_an_error(pair: tuple[Any, Any]):
             states_of(run)[name] = value
     with pytest.raises(InvalidTypeError, match="_per_optimizer_states must be a mapping"):
         run.scaler._per_optimizer_states = 1
-
-
-def test_optimizer_states_set_anew_begin_the_iteration_anew(pair: tuple[Any, Any]):
-    def script(make):
-        run = Small(make("cpu", init_scale=4.0))
-        run.put(16.0)
-        run.scaler.unscale_(run.optimizer)
-        # What was read can be set again.
-        run.scaler._per_optimizer_states = run.scaler._per_optimizer_states
-        assert len(run.scaler._per_optimizer_states) == 1
-        run.scaler._per_optimizer_states = collections.defaultdict(_refresh_per_optimizer_state)
-        run.step(explicit=True)
-        return run.held, run.scaler.state_dict()
-
-    assert same(pair, script)[0] == [[-1.0, -1.0]]
-
-
-def delete(states, key: int):
-    """Take one state out."""
-    del states[key]
-
-
-BEGIN_ANEW: dict[str, Callable[[Any, int], Any]] = {
-    "pop": lambda states, key: states.pop(key, None),
-    "del": delete,
-    "clear": lambda states, _: states.clear(),
-    "fresh": lambda states, key: states.update({key: _refresh_per_optimizer_state()}),
-}
-
-
-@pytest.mark.parametrize("way", BEGIN_ANEW)
-def test_an_optimizer_whose_state_is_taken_out_begins_anew_and_its_verdict_is_forgotten(
-    pair: tuple[Any, Any], way: str
-):
-    def script(make, is_other_bad: bool):
-        run = Small(make("cpu", init_scale=4.0))
-        other = Small(run.scaler)
-        other.put(math.inf if is_other_bad else 16.0)
-        run.put(math.inf)
-        for one in (run, other):
-            run.scaler.unscale_(one.optimizer)
-        BEGIN_ANEW[way](run.scaler._per_optimizer_states, id(run.optimizer))
-        run.put(16.0)
-        run.scaler.step(run.optimizer)
-        if way != "clear":
-            run.scaler.step(other.optimizer)
-        run.scaler.update()
-        return run.held, other.held, run.scaler.get_scale()
-
-    for is_other_bad in (False, True):
-        told = same(pair, functools.partial(script, is_other_bad=is_other_bad))
-        assert told[2] == (2.0 if is_other_bad and way != "clear" else 4.0)
-    with pytest.raises(KeyError):
-        del pair[0]("cpu")._per_optimizer_states[1]
-
-
-@pytest.mark.parametrize("gradient", [16.0, math.inf])
-@pytest.mark.parametrize("way", ["one", "all"])
-def test_a_copy_of_a_state_can_be_set_later(pair: tuple[Any, Any], gradient: float, way: str):
-    def script(make):
-        run, key = Small(make("cpu", init_scale=4.0)), 0
-        key = id(run.optimizer)
-        run.put(gradient)
-        run.scaler.unscale_(run.optimizer)
-        # As hivemind does, whose wrapped optimizer is stepped later.
-        kept = copy.deepcopy(states_of(run))
-        run.scaler._per_optimizer_states[key] = _refresh_per_optimizer_state()
-        assert (states_of(run)["stage"], states_of(run)["found_inf_per_device"]) == (OptState.READY, {})
-        if way == "one":
-            run.scaler._per_optimizer_states[key] = kept
-        else:
-            run.scaler._per_optimizer_states = {key: kept}
-        run.step()
-        return run.held, run.scaler.get_scale()
-
-    assert same(pair, script)[1] == (4.0 if gradient == 16.0 else 2.0)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "method": lambda states: states.copy(),
-    "dict": dict,
-}
-
-
-@pytest.mark.parametrize("gradient", [16.0, math.inf])
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_of_all_states_can_be_put_back(pair: tuple[Any, Any], gradient: float, how: str):
-    def script(make):
-        run = Small(make("cpu", init_scale=4.0))
-        run.put(gradient)
-        run.scaler.unscale_(run.optimizer)
-        kept = COPIES[how](run.scaler._per_optimizer_states)
-        inner = COPIES[how](states_of(run))
-        run.scaler._per_optimizer_states.clear()
-        run.scaler._per_optimizer_states = kept
-        run.step()
-        return run.held, run.scaler.get_scale(), inner["stage"]
-
-    assert same(pair, script)[:2] == (([[-4.0, -4.0]], 4.0) if gradient == 16.0 else ([[0.0, 0.0]], 2.0))
-
-
-@pytest.mark.parametrize("is_made", [False, True])
-def test_states_without_a_verdict_are_copied(pair: tuple[Any, Any], is_made: bool):
-    def script(make):
-        run = Small(make("cpu"))
-        if is_made:
-            run.scaler.scale(torch.ones(()))
-        states_of(run)
-        copied = copy.deepcopy(run.scaler._per_optimizer_states)
-        return [copied[key] == _refresh_per_optimizer_state() for key in (id(run.optimizer), 1)], len(copied)
-
-    assert same(pair, script) == ([True, True], 2)
-
-
-def test_the_state_of_an_optimizer_that_was_not_met_is_not_there(pair: tuple[Any, Any]):
-    def script(make):
-        states = make("cpu")._per_optimizer_states
-        told = [states.get(1), states.get(1, 5), states.pop(1, None), len(states)]
-        with pytest.raises(KeyError):
-            states.pop(1)
-        # It is made only so, as in every defaultdict.
-        told += [states.setdefault(2, _refresh_per_optimizer_state() | {"stage": OptState.STEPPED})["stage"]]
-        told += [states.setdefault(2, {})["stage"], states[3]["stage"], states.get(3)["stage"], sorted(states)]
-        return [*told, states.pop(3)["stage"], sorted(states)]
-
-    same(pair, script)
-    # torch's would keep what is no state.
-    assert pair[0]("cpu")._per_optimizer_states.setdefault(1, 5)["stage"] is OptState.READY
 
 
 # Messages, functions and numbers.
@@ -387,27 +197,6 @@ def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any]):
         with pytest.raises(GradscaleError):
             setattr(scaler, name, value)
     assert scaler.state_dict() == before
-
-
-@pytest.mark.parametrize("when", ["before-unscale", "in-place", "after-update"])
-def test_a_scale_that_is_put_in_the_place_of_the_present_one_is_used(pair: tuple[Any, Any], when: str):
-    def script(make):
-        run = Small(make("cpu", init_scale=4.0))
-        run.put(16.0)
-        if when == "after-update":
-            # What a host does that updates by itself.
-            run.scaler.step(run.optimizer)
-            run.scaler._per_optimizer_states = collections.defaultdict(_refresh_per_optimizer_state)
-        if when == "in-place":
-            run.scaler._scale.fill_(2.0)
-        else:
-            run.scaler._scale = torch.tensor(2.0)
-        if when == "after-update":
-            assert run.scaler.scale(torch.ones(())).item() == 2.0
-        run.step()
-        return run.held
-
-    same(pair, script)
 
 
 @pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
@@ -511,16 +300,3 @@ def test_a_misspelt_preset_names_the_nearest_one():
     with pytest.raises(AttributeError, match=r"'megatrom'; did you mean 'megatron'\?"):
         presets.megatrom  # noqa: B018
     assert not hasattr(presets, "__wrapped__")
-
-
-@pytest.mark.filterwarnings("ignore::gradscale.TrainingStalledWarning")
-@pytest.mark.parametrize("factors", [(1.1, 0.9), (1.7, 0.3)], ids=str)
-def test_factors_that_are_no_powers_of_two_give_torchs_scales(pair: tuple[Any, Any], factors: tuple[float, float]):
-    scales: list[list[float]] = []
-    for make in pair:
-        scales.append([])
-        run = Small(make("cpu", growth_factor=factors[0], backoff_factor=factors[1], growth_interval=2))
-        for number in range(60):
-            run.iterate(float("inf") if number % 7 < 3 else 1.0)
-            scales[-1].append(run.scaler.get_scale())
-    assert scales[0] == scales[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import math
@@ -15,6 +16,7 @@ from axes import is_torch_2_6
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
 from small_torch import assert_same
 from tiers import examples, later
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 import gradscale
 
@@ -87,6 +89,40 @@ class Chance:
         settings = {"init_scale": choice([2.0**12, 3000.1]), **factors, "growth_interval": 2}
         return Plan(settings, True, kinds, ["float32"] * len(kinds), calls)
 
+    def scripts(self, shape: tuple[int, ...]) -> Plan:
+        """Return a loop of a script that looks at what a scaler keeps of optimizers, and writes to it.
+
+        As apex does, which judges by itself, mosaicml, which unscales twice, and hivemind, which steps later. torch's
+        flags are of this shape.
+        """
+        calls: list[Call] = []
+        for _ in range(5):
+            calls += [("train", optimizer, self._bad()) for optimizer in self._optimizers]
+            for optimizer in self._optimizers:
+                calls += [("unscale", optimizer)] * (self._random.random() < 0.5)
+                calls += [self._touch(optimizer, shape) for _ in range(self._random.randint(0, 2))]
+            calls += [("step", optimizer) for optimizer in self._optimizers]
+            calls += [("update",), *(("zero_grad", optimizer, True) for optimizer in self._optimizers)]
+        kinds = ["SGD", "AdamW-foreach"]
+        settings = {"init_scale": 2.0**10, "growth_interval": 2}
+        chosen = [self._random.choice(kinds) for _ in self._optimizers]
+        return Plan(settings, True, chosen, ["float32"] * len(chosen), calls)
+
+    def _touch(self, optimizer: int, shape: tuple[int, ...]) -> Call:
+        choice, found = self._random.choice, self._random.choice([0.0, 1.0])
+        # torch's cannot add flags of several shapes.
+        shapes = [(), (1,)] if len(self._optimizers) == 1 else [shape]
+        return choice(
+            [
+                ("write", optimizer, found, choice(shapes), choice([True, False])),
+                *(("refill", optimizer), ("overrule", optimizer, found), ("look", optimizer)),
+                *(("begin_anew", optimizer, choice(list(ANEW))), ("replace_states",)),
+                ("put_back", optimizer, choice(COPYING), True),
+                ("put_back", optimizer, choice(list(COPIES)), False),
+                ("put_scale", choice([2.0, 2.0**9]), choice([True, False])),
+            ]
+        )
+
     def _bad(self) -> float | None:
         return self._random.choice([None] * 5 + [math.inf, -math.inf, math.nan])
 
@@ -154,6 +190,27 @@ class Chance:
             calls.insert(one, calls[one])
         else:
             calls[one], calls[other] = calls[other], calls[one]
+
+
+def delete(states, key: int):
+    del states[key]
+
+
+# How a script lets an optimizer begin its turn again, and how it keeps a state.
+ANEW: dict[str, Callable[[Any, int], Any]] = {
+    "pop": lambda states, key: states.pop(key, None),
+    "del": delete,
+    "clear": lambda states, _: states.clear(),
+    "fresh": lambda states, key: states.update({key: _refresh_per_optimizer_state()}),
+}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "method": lambda states: states.copy(),
+    "dict": dict,
+}
+# Of all states: torch's makes no state in a plain dict.
+COPYING = ["copy", "deepcopy", "method"]
 
 
 class Side:
@@ -291,6 +348,58 @@ class Side:
     def found(self, index: int):
         return {str(device): flag for device, flag in self.scaler._found_inf_per_device(self.optimizers[index]).items()}
 
+    # What scripts do with the states of optimizers.
+
+    def _states(self, index: int):
+        return self.scaler._per_optimizer_states, id(self.optimizers[index])
+
+    def write(self, index: int, found: float, shape: tuple[int, ...], is_whole: bool):
+        states, key = self._states(index)
+        written = {"stage": OptState.UNSCALED, "found_inf_per_device": {torch.device("cpu"): torch.full(shape, found)}}
+        if is_whole:
+            states[key] = written
+        else:
+            states[key].update(written)
+
+    def refill(self, index: int):
+        states, key = self._states(index)
+        states[key]["stage"] = OptState.READY
+        for parameter in self.models[index]:
+            parameter.grad = torch.ones_like(parameter) * self.scaler._scale
+
+    def overrule(self, index: int, found: float):
+        flags = self.scaler._found_inf_per_device(self.optimizers[index])
+        for flag in flags.values():
+            flag.fill_(found)
+        return len(flags)
+
+    def begin_anew(self, index: int, way: str):
+        ANEW[way](*self._states(index))
+
+    def replace_states(self):
+        self.scaler._per_optimizer_states = collections.defaultdict(_refresh_per_optimizer_state)
+
+    def put_back(self, index: int, how: str, is_all: bool):
+        states, key = self._states(index)
+        kept = COPIES[how](states) if is_all else COPIES[how](states[key])
+        states.pop(key, None)
+        if is_all:
+            self.scaler._per_optimizer_states = kept
+        else:
+            states[key] = kept
+
+    def look(self, index: int):
+        states, key = self._states(index)
+        other = states.setdefault(1, _refresh_per_optimizer_state() | {"stage": OptState.STEPPED})
+        told = [key in states, states.get(2), states.pop(2, 5), len(states), other["stage"], states.pop(1)["stage"]]
+        return [*told, states[key]["stage"], states.get(key)["stage"], copy.deepcopy(states)[1]["stage"]]
+
+    def put_scale(self, value: float, in_place: bool):
+        if in_place:
+            self.scaler._scale.fill_(value)
+        else:
+            self.scaler._scale = torch.tensor(value)
+
     def seen(self):
         return {
             "scale": self.scaler.get_scale(),
@@ -399,11 +508,19 @@ def test_random_programs_give_torchs_values_and_errors(share: int):
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_random_loops_with_the_sharded_scaler_are_torchs():
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
+@pytest.mark.parametrize(("name", "shape"), [("GradScaler", ()), ("ShardedGradScaler", (1,))])
+def test_random_scripts_that_touch_the_states_of_optimizers_do_what_they_do_with_torchs(
+    classes, name: str, shape: tuple[int, ...]
+):
+    makers = [functools.partial(make, "cpu") for make in classes[name]]
+    failed = [run_both(Chance(seed).scripts(shape), makers) for seed in range(examples(300))]
+    assert sum(failed) / len(failed) < 0.9
 
-    makers = [functools.partial(make, "cpu") for make in (ShardedGradScaler, TorchSharded)]
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_random_loops_with_the_sharded_scaler_are_torchs(classes):
+    makers = [functools.partial(make, "cpu") for make in classes["ShardedGradScaler"]]
     failed = [run_both(Chance(seed).loops(), makers) for seed in range(examples(300))]
     assert sum(failed) / len(failed) < 0.5
 
