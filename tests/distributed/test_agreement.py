@@ -18,7 +18,7 @@ from gradscale import GroupAgreement
 World = ThreadWorld | ProcessWorld
 Cases = Callable[[int], list[tuple[Any, ...]]]
 BAD = (math.inf, -math.inf, math.nan)
-MARKS = {"torch": [pytest.mark.torch], "jax": [pytest.mark.jax]}
+MARKS = {"torch": [pytest.mark.torch], "torch fused": [pytest.mark.torch], "jax": [pytest.mark.jax]}
 
 
 def test_a_rank_that_differs_raises_or_dies_is_found(world: World):
@@ -38,6 +38,10 @@ def overflows(library: str, explicit: bool) -> Cases:
     return lambda size: [([rank], value, library, explicit) for rank in range(size) for value in BAD]
 
 
+def everywhere(size: int, library: str) -> list[tuple[Any, ...]]:
+    return [(list(range(size)), math.nan, library, explicit) for explicit in (False, True)]
+
+
 def empty(kind: str, library: str = "numpy") -> Cases:
     return lambda size: [(rank, bad, kind, library) for rank in range(size) for bad in (None, (rank + 1) % size)]
 
@@ -45,7 +49,6 @@ def empty(kind: str, library: str = "numpy") -> Cases:
 ROWS: list[tuple[str, Any, Cases, str, str]] = [
     ("step", scenarios.overflow_on, overflows("numpy", False), "numpy", "quick"),
     ("unscale_-then-step", scenarios.overflow_on, overflows("numpy", True), "numpy", "quick"),
-    ("all", scenarios.overflow_on, lambda size: [(list(range(size)), math.nan, "numpy", False)], "numpy", ""),
     *((f"empty-{kind}", scenarios.empty_on, empty(kind), "numpy", "") for kind in ("list", "none", "zero-size")),
     ("empty-everywhere", scenarios.empty_everywhere, lambda _: [()], "numpy", ""),
     ("closure", scenarios.closure_overflow, turns(), "numpy", ""),
@@ -59,12 +62,14 @@ ROWS: list[tuple[str, Any, Cases, str, str]] = [
     ("pure-underflow", scenarios.exhaustion, turns(), "numpy", ""),
     ("conform-numpy", scenarios.collectives_conform, lambda _: [("numpy", 200)], "numpy", ""),
 ]
-for name in ("strict", "torch", "jax"):
+for name in ("numpy", "torch", "torch fused"):
+    ROWS.append((f"all-{name}", scenarios.overflow_on, lambda size, name=name: everywhere(size, name), name, "quick"))
+for name in ("strict", "torch", "torch fused", "jax"):
     # With an explicit unscale_, on the last rank.
     ROWS.append(
         (f"step-{name}", scenarios.overflow_on, lambda size, name=name: overflows(name, True)(size)[-1:], name, "")
     )
-    if name != "jax":
+    if name in ("strict", "torch"):
         ROWS.append((f"conform-{name}", scenarios.collectives_conform, lambda _, name=name: [(name, 10)], name, ""))
 for name in ("numpy", "strict", "torch", "jax"):
     tier = "ranks" if name in MARKS else ""
@@ -82,7 +87,7 @@ for name in ("numpy", "strict", "torch", "jax"):
     ],
 )
 def test_ranks_agree(world: World, scenario, cases: Cases, library: str):
-    require(library)
+    require(library.split()[0])
     agree(world, scenario, cases(world.size))
 
 

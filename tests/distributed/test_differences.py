@@ -83,18 +83,6 @@ def test_ranks_that_resume_from_states_after_other_steps_are_told_so(world: Worl
     agree(world, scenarios.saved_apart, [(rank, what, library) for rank in range(world.size)])
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_all_ranks_give_up_in_the_same_iteration(world: World, library: str):
-    require(library.split()[0])
-    agree(world, scenarios.stalled, [(rank, library) for rank in range(world.size)])
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_skipped_step_may_be_left_out_before_the_next_optimizer_is_stepped(world: World, library: str):
-    require(library.split()[0])
-    agree(world, scenarios.skipped_step_left_out, [(rank, library) for rank in range(world.size)])
-
-
 def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(world: World):
     each(world, scenarios.closure_without_scale, [(rank, one) for rank in range(world.size) for one in (1, 2)])
 

@@ -7,18 +7,15 @@ import math
 from typing import Any
 
 import pytest
-from axes import is_torch_2_6, leave_out_fsdp2, leave_out_on_torch_2_6, require
+from axes import is_torch_2_6, leave_out_fsdp2, require
 from tiers import later
 from worlds import GlooWorld, agree
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
-FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 MESHES = ("same", "half", "half first", "some")
 # For each, the scenario and what it is asked beside each rank in turn.
 TURNS: list[tuple[Any, ...]] = [
-    *(("fused", name) for name in FUSED),
-    *(("without", what, is_fused) for what in ("empty", "silent") for is_fused in (False, True)),
     *(("no_gradient_of_a_mesh", max_norm) for max_norm in (None, 0.5)),
     *(("clip_of_a_mesh", value) for value in (math.inf, math.nan)),
     *(("two_meshes", kind, which, False) for kind in MESHES for which in range(2)),
@@ -50,8 +47,6 @@ def fsdp():
 
 @pytest.mark.parametrize(("name", "others"), [(name, others) for name, *others in TURNS], ids=str)
 def test_each_rank_in_turn(gloo: GlooWorld, scenarios, name: str, others: list[Any]):
-    if "Adagrad" in others:
-        leave_out_on_torch_2_6("its fused Adagrad leaves the verdict to the scaler")
     agree(gloo, getattr(scenarios, name), [(rank, *others) for rank in range(gloo.size)])
 
 

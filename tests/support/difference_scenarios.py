@@ -327,11 +327,11 @@ def resumed(group, odd_rank: int, library: str):
 
 def pipelined(group, odd_rank: int, library: str):
     """Scale on the odd rank alone, which has no gradients of the first optimizer, at first and after a load."""
-    rank, _ = rank_and_size(group)
+    rank, size = rank_and_size(group)
     trainer = Trainer(group, library, init_scale=8.0)
     scaler, (first, second) = trainer.scaler, trainer.optimizers
-    for _ in range(2):
-        trainer.fill(8.0)
+    for bad_rank in (None, (odd_rank + 1) % size, None):
+        trainer.fill(float("inf") if rank == bad_rank else scaler.get_scale())
         if rank == odd_rank:
             scaler.scale(loss(library.split()[0]))
             if library == "numpy":
@@ -341,7 +341,8 @@ def pipelined(group, odd_rank: int, library: str):
         scaler.step(first)
         scaler.step(second)
         scaler.update()
-        assert scaler.last_step(second).reason == "stepped"
+        reason = "stepped" if bad_rank is None else "overflow"
+        assert [scaler.last_step(one).reason for one in trainer.optimizers] == [reason] * 2
         scaler.load_state_dict(scaler.state_dict())
     # A NaN does not hide that nobody has scaled, though a loop that has scaled before may multiply by itself.
     other = Trainer(group, library, 1, init_scale=8.0)
@@ -388,36 +389,6 @@ def saved_apart(group, odd_rank: int, what: str, library: str):
         told = held("iteration", 2, 1)
     said = [text.format(odd_rank=odd_rank, another=int(odd_rank == 0)) for text in told]
     raised(gradscale.ScaleDesyncError, trainer.iterate, *said)
-
-
-def stalled(group, odd_rank: int, library: str):
-    """Overflow on the odd rank in every iteration; all ranks give up in the same one."""
-    rank, _ = rank_and_size(group)
-    trainer = Trainer(group, library, 1, give_up_after=20, warn_after=None)
-    trainer.iterate((0,))
-    for _ in range(19):
-        trainer.iterate((0,), value=float("nan") if rank == odd_rank else 1.0)
-    words = raised(
-        gradscale.TrainingStalledError,
-        lambda: trainer.iterate((0,), value=float("nan") if rank == odd_rank else 1.0),
-        "each step of the last 20 iterations was skipped: 20 for non-finite gradients",
-    )
-    return str(words).partition(". ")[0], trainer.scaler.state_dict()
-
-
-def skipped_step_left_out(group, odd_rank: int, library: str):
-    """Leave out on the odd rank the step of the first optimizer that all ranks skip, before the next is stepped."""
-    rank, _ = rank_and_size(group)
-    trainer = Trainer(group, library)
-    trainer.iterate()
-    trainer.refill(float("inf") if rank == odd_rank else 1.0)
-    trainer.scaler.unscale_(trainer.optimizers[0])
-    if rank != odd_rank:
-        trainer.scaler.step(trainer.optimizers[0])
-    trainer.scaler.step(trainer.optimizers[1])
-    trainer.scaler.update()
-    trainer.iterate()
-    return trainer.scaler.state_dict()
 
 
 def closure_without_scale(group, odd_rank: int, evaluation: int):

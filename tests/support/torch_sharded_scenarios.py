@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from fsdp_scenarios import FSDP2, Collectives, Setup, make_scaler, started
+from fsdp_scenarios import FSDP2, make_scaler, started
 from scenarios import raised, rank_and_size
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,74 +41,6 @@ def parameters_with(*values: float) -> list[torch.nn.Parameter]:
 def loss() -> Tensor:
     """Return a loss."""
     return torch.ones(())
-
-
-def train(group, bad: Sequence[int], **settings):
-    """Make three iterations, in the second of which some ranks' first gradient overflows; what became of each.
-
-    Settings
-    --------
-    optimizer, fused, explicit
-        The optimizer; whether its kernel unscales and skips; whether ``unscale_`` is called.
-    empty, silent
-        A rank that has no gradients in the second iteration, and one that never calls ``scale``.
-    """
-    rank, _ = rank_and_size(group)
-    scaler = make_scaler(Setup("FSDP1"), "gradscale", init_scale=4.0, growth_interval=2)
-    parameters = parameters_with(4.0, 4.0)
-    kind = getattr(torch.optim, settings.get("optimizer", "SGD"))
-    optimizer = kind(parameters, lr=LEARNING_RATE, fused=settings.get("fused", False))
-    told: list[Any] = []
-    optimizer.register_step_pre_hook(
-        lambda chosen, *_: told.append(getattr(chosen, "found_inf", torch.zeros(())).tolist())
-    )
-    records = []
-    for iteration in range(3):
-        before = started()
-        if rank != settings.get("silent"):
-            scaler.scale(loss())
-        for parameter in parameters:
-            parameter.grad = torch.full((3,), scaler.get_scale())
-            if iteration == 1 and rank == settings.get("empty"):
-                parameter.grad = None
-        gradient = parameters[0].grad
-        if iteration == 1 and rank in bad and gradient is not None:
-            gradient[1] = math.inf
-        with Collectives() as collectives:
-            if settings.get("explicit"):
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-        scaler.update()
-        records.append(
-            {
-                "told": told[-1:],
-                "scale": scaler.get_scale(),
-                "weights": [parameter.tolist() for parameter in parameters],
-                "sent": (started() - before, len(collectives.sent)),
-            }
-        )
-    return records
-
-
-def skipped_once(records: list[dict[str, Any]]) -> bool:
-    """Tell whether the second of three steps was skipped, and no other, with the scale halved then."""
-    first, second, third = (record["weights"] for record in records)
-    return first == second != third and [record["scale"] for record in records] == [4.0, 2.0, 2.0]
-
-
-def fused(group, bad_rank: int, name: str):
-    """Overflow on one rank with a fused optimizer, and on all after ``unscale_``, where torch's verdict is a sum."""
-    for bad, explicit in (([bad_rank], False), (range(group.size()), True)):
-        records = train(group, bad, optimizer=name, fused=True, explicit=explicit)
-        assert skipped_once(records)
-        assert [record["told"] for record in records] == [[0.0], [1.0], [0.0]]
-
-
-def without(group, odd_rank: int, what: str, is_fused: bool):
-    """Have no gradients on one rank, or never call ``scale`` on it ("silent"), while another one overflows."""
-    records = train(group, [(odd_rank - 1) % group.size()], fused=is_fused, **{what: odd_rank})
-    assert skipped_once(records)
-    assert [record["sent"] for record in records[1:]] == [(1, 1)] * 2
 
 
 # DTensors, and the plain scaler.
