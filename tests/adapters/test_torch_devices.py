@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from axes_torch import GradScaler, torch
 from host_cuda import installed, on_host
 from small_torch import Count, Group, Small, groups_in_use, without_kernel
-from tiers import later
+from tiers import examples
 
 import gradscale
 from gradscale.scaler.scaler import iteration_of
@@ -180,64 +181,91 @@ def test_a_step_is_skipped_whose_scale_somebody_has_set_where_the_host_does_not_
 # Values that come to the host.
 
 
-def told(run: Run):
-    """Return what a step has left."""
-    return run.held, run.report.skipped, run.report.scale, run.scaler.get_scale(), run.scaler.state_dict()
+KINDS = [("SGD", {}), ("SGD", {"momentum": 0.5}), ("SGD-fused", {"momentum": 0.5}), ("AdamW-fused", {})]
+DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64")
+DRAWN = {
+    "init_scale": [0.5, 4.0, 8.0, 2.0**20],
+    "growth_interval": [1, 2, 3],
+    "skip": [None, gradscale.SkipSpikes(of="loss", above=10.0), gradscale.SkipSpikes(of="norm", above=8.0)],
+    "on_skip": [None, None, lambda _: None],
+}
 
 
-def run_of(
-    name: str = "SGD",
-    dtype: str = "float32",
-    *,
-    unscales: dict[str, Any] | None = None,
-    groups: int = 0,
-    momentum: dict[str, float] | None = None,
-    **settings,
-):
-    """Return a run of an optimizer whose gradients are of a dtype, with what ``unscale_`` is called, if it is."""
+class Life:
+    """A random run of one or two optimizers of a scaler, which is the same wherever its tensors are."""
 
-    def run(home: str, devices: tuple[str, str]):
-        scaler = GradScaler(home, **settings, group=[Group() for _ in range(groups)] or None)
-        run, seen = Run(scaler, name, *devices, home=home, dtypes=[dtype], **momentum or {}), []
-        # The first step of an optimizer with momentum is a skipped one, too.
-        for gradient in (math.inf, *GRADIENTS):
-            run.give(gradient)
-            norm = None if unscales is None else scaler.unscale_(run.optimizer, **unscales)
-            run.step()
-            seen.append((told(run), None if norm is None else norm.item()))
-        return [*seen, copy.deepcopy(scaler).state_dict(), pickle.loads(pickle.dumps(scaler)).state_dict()]
+    def __init__(self, seed: int, home: str, devices: Sequence[str]):
+        self.chance, self.home = random.Random(seed), home
+        settings = {name: self.chance.choice(values) for name, values in DRAWN.items()}
+        self.groups = [Group() for _ in range(self.chance.randrange(3))] or None
+        self.scaler = GradScaler(home, group=self.groups, allow_fp16_grads=True, **settings)
+        self.runs, self.seen = [self.run(devices) for _ in range(self.chance.randint(1, 2))], []
 
-    return run
+    def run(self, devices: Sequence[str]) -> Run:
+        name, options = self.chance.choice(self.chance.choice([KINDS[:2], KINDS[2:]]))
+        dtype = self.chance.choice(DTYPES) if "fused" not in name else "float32"
+        return Run(self.scaler, name, *devices, home=self.home, dtypes=[dtype], **options)
+
+    def draws(self, share: float) -> bool:
+        return self.chance.random() < share
+
+    def step(self, run: Run):
+        scaler, optimizer = self.scaler, run.optimizer
+        is_refused, is_clipped = self.draws(0.1), self.draws(0.3) and self.groups is None
+        if is_refused:
+            scaler.refuse(optimizer)
+        if is_clipped or self.draws(0.3):
+            norm = scaler.unscale_(optimizer, **{"max_norm": 1.5} if is_clipped else {})
+            self.seen.append(None if norm is None else norm.item())
+        if self.draws(0.1):
+            optimizer.step = lambda: gradscale.NOT_STEPPED
+        scaler.step(optimizer)
+        vars(optimizer).pop("step", None)
+        # Else a verdict may be read later.
+        if self.draws(0.4):
+            self.seen.append((run.report.reason, run.report.scale, run.held))
+
+    def iterate(self):
+        scaler = self.scaler
+        for run in self.runs:
+            run.give(self.chance.choice(GRADIENTS))
+            scaler.scale(torch.ones((), device=self.home), loss=self.chance.choice([1.0, 1.0, 1.0, 99.0]))
+        for run in self.runs:
+            self.step(run)
+        scaler.update(*[4.0] * self.draws(0.1))
+        if self.draws(0.3):
+            # A verdict that comes later is counted later.
+            self.seen.append(copy.deepcopy(scaler).state_dict() | {"counts": None})
+        if self.draws(0.1):
+            scaler.load_state_dict(pickle.loads(pickle.dumps(scaler.state_dict())))
+
+    def lived(self):
+        """Return what was seen of some iterations, and what is left."""
+        for _ in range(8):
+            self.iterate()
+        told = [(report.iteration, report.reason, report.scale) for report in self.scaler.history]
+        return self.seen, told, [run.held for run in self.runs], self.scaler.state_dict()
 
 
-def run_of_two(home: str, devices: tuple[str, str]):
-    scaler, seen = GradScaler(home, init_scale=8.0), []
-    plain, fused = (Run(scaler, name, *devices, home=home) for name in ("SGD", "AdamW-fused"))
-    for gradient in GRADIENTS:
-        plain.give(1.0)
-        fused.give(gradient)
-        scaler.unscale_(plain.optimizer)
-        scaler.step(fused.optimizer)
-        plain.step()
-        seen.append((told(plain), told(fused)))
-    return seen
+# As with FSDP2's CPU offload, and of several devices.
+PLACES = [("cuda:1", ("cpu", "cpu")), ("cuda:0", ("cuda:1", "cuda:0")), ("cuda:1", ("cpu", "cuda:0"))]
 
 
-def run_of_a_closure(home: str, devices: tuple[str, str]):
-    run = Run(GradScaler(home, init_scale=2.0**20), "SGD", *devices, home=home)
-    run.scaler.step(run.optimizer, lambda: run.give(1e34))
-    run.scaler.update()
-    return [told(run), run.report.retries]
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("place", PLACES, ids=["host", "devices", "both"])
+def test_a_random_run_is_the_same_wherever_its_loss_and_its_gradients_are(place: tuple[str, Any]):
+    for seed in range(examples(100)):
+        assert repr(Life(seed, *place).lived()) == repr(Life(seed, "cpu", ("cpu", "cpu")).lived()), seed
 
 
-def run_that_is_told(home: str, devices: tuple[str, str]):
-    updates: list[Any] = []
-    skips: list[Any] = []
-    scaler = GradScaler(home, init_scale=8.0, on_skip=skips.append, on_update=updates.append, diagnose="on_overflow")
-    run = Run(scaler, "AdamW-fused", *devices, home=home)
-    run.iterate_all()
-    numbers = [(update.iteration, update.scale, update.skipped, update.new_scale) for update in updates]
-    return [numbers, [(skip.scale, skip.overflow) for skip in skips], scaler.diagnose(run.optimizer)]
+def test_a_closure_is_evaluated_again_on_devices_as_on_the_host():
+    seen = []
+    for home, devices in (*PLACES, ("cpu", ("cpu", "cpu"))):
+        run = Run(GradScaler(home, init_scale=2.0**20), "SGD", *devices, home=home)
+        run.scaler.step(run.optimizer, lambda run=run: run.give(1e34))
+        run.scaler.update()
+        seen.append((run.held, run.report, run.scaler.state_dict()))
+    assert all(one == seen[-1] for one in seen)
 
 
 def test_a_loss_of_the_host_is_multiplied_by_the_scale_of_a_device():
@@ -319,32 +347,6 @@ def test_the_users_default_device_and_dtype_are_not_the_scalers(
                 torch.set_default_dtype(usual)
             seen.append((told, run.held))
     assert seen[: len(GRADIENTS)] == seen[len(GRADIENTS) :]
-
-
-SMALL = {"init_scale": 8.0, "growth_interval": 2}
-RUNS = {
-    "momentum": run_of(groups=1, momentum={"momentum": 0.5}, **SMALL),
-    "fused-momentum": run_of("SGD-fused", unscales={}, momentum={"momentum": 0.5}, **SMALL),
-    "below-one": run_of("AdamW-fused", unscales={}, groups=1, init_scale=0.5),
-    "clip": run_of("AdamW-fused", unscales={"max_norm": 1.5}, **SMALL),
-    "float64": run_of(dtype="float64", unscales={"max_norm": 1.5}),
-    "bfloat16": run_of(dtype="bfloat16"),
-    "float16": run_of(dtype="float16", allow_fp16_grads=True, init_scale=4.0),
-    "complex64": run_of(dtype="complex64"),
-    "tolerance": run_of(policy=gradscale.DynamicScale(init_scale=8.0, tolerance=0.3)),
-    "static": run_of("AdamW-fused", policy=gradscale.StaticScale(8.0)),
-    "two": run_of_two,
-    "closure": run_of_a_closure,
-    "told": run_that_is_told,
-}
-# As with FSDP2's CPU offload, and of several devices.
-PLACES = [("cuda:1", ("cpu", "cpu")), ("cuda:0", ("cuda:1", "cuda:0")), ("cuda:1", ("cpu", "cuda:0"))]
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("place", [PLACES[0], *later("ranks", *PLACES[1:])], ids=["host", "devices", "both"])
-def test_a_run_is_the_same_wherever_its_loss_and_its_gradients_are(run: str, place: tuple[str, Any]):
-    assert repr(RUNS[run](*place)) == repr(RUNS[run]("cpu", ("cpu", "cpu")))
 
 
 # Waits.
