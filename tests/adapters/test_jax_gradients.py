@@ -337,14 +337,9 @@ def test_trees_from_a_checkpoint_are_taken():
 
 
 @pytest.mark.tier("ranks")
-def test_a_group_agreement_refuses_what_it_cannot_send():
-    state = first()
-
+def test_a_group_agreement_in_a_function_that_is_traced_is_refused():
     def call(group, nonfinite):
-        gradscale.GroupAgreement(group, POLICY)(nonfinite, state)
+        gradscale.GroupAgreement(group, POLICY)(nonfinite, first())
 
-    for wrong in (0, 1.0, jnp.zeros((1,), "int32"), jnp.zeros(())):
-        with pytest.raises(InvalidTypeError, match="nonfinite must be a 0-d int32 array"):
-            gradscale.testing.run_ranks(1, lambda group, wrong=wrong: call(group, wrong))
     with pytest.raises(InvalidTypeError, match="GroupAgreement was called in a function that jax traces"):
         gradscale.testing.run_ranks(1, lambda group: jax.jit(lambda n: call(group, n))(jnp.zeros((), "int32")))

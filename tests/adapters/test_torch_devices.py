@@ -212,17 +212,22 @@ class Life:
     def step(self, run: Run):
         scaler, optimizer = self.scaler, run.optimizer
         is_refused, is_clipped = self.draws(0.1), self.draws(0.3) and self.groups is None
-        if is_refused:
+        # Alone it may be refused after it was unscaled, too.
+        is_late = is_refused and self.groups is None and self.draws(0.5)
+        if is_refused and not is_late:
             scaler.refuse(optimizer)
-        if is_clipped or self.draws(0.3):
+        if is_clipped or is_late or self.draws(0.3):
             norm = scaler.unscale_(optimizer, **{"max_norm": 1.5} if is_clipped else {})
             self.seen.append(None if norm is None else norm.item())
+        if is_late:
+            scaler.refuse(optimizer)
         if self.draws(0.1):
             optimizer.step = lambda: gradscale.NOT_STEPPED
         scaler.step(optimizer)
         vars(optimizer).pop("step", None)
         # Else a verdict may be read later.
         if self.draws(0.4):
+            assert not is_refused or run.report.reason in ("refused", "overflow")
             self.seen.append((run.report.reason, run.report.scale, run.held))
 
     def iterate(self):

@@ -5,7 +5,6 @@ The optimizers are small stand-ins that do what apex, Transformer Engine and NeM
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -134,34 +133,24 @@ def state_of(scaler, optimizer):
     return scaler._per_optimizer_states[id(optimizer)]
 
 
-def scripted(
-    make: Make,
-    make_optimizer: Callable[[Any], Any],
-    *,
-    unscales: bool = True,
-    between: Callable[[Any, Any], object] | None = None,
-) -> list[Row]:
-    """Train with a script that overflows at some steps: in the gradients, or ``between`` unscaling and step."""
+def scripted(make: Make, kind: Callable[[Any], Any], *, unscales: bool) -> list[Row]:
+    """Train with a script whose optimizer is passed the scaler; its gradients overflow at some steps."""
     scaler, model, rows = make(), network(), []
-    optimizer = make_optimizer(model)
-    is_passed = isinstance(optimizer, TakesScaler)
-    # torch warns, at the caller's line, of what it passes itself to.
-    expected = functools.partial(pytest.warns, FutureWarning, match="grad_scaler|pass(ing)? itself")
+    optimizer = kind(model)
     for skipped, batch in zip(hosts.SKIPS, batches(), strict=True):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, batch)).backward()
-        if skipped and between is None:
+        if skipped:
             hosts.overflow(model)
         if unscales:
             scaler.unscale_(optimizer)
-        if skipped and between is not None:
-            between(scaler, optimizer)
-        with expected() if is_passed else contextlib.nullcontext([]) as warned:
-            assert scaler.step(optimizer) == ("called" if is_passed else None)
+        # torch warns, at the caller's line, of what it passes itself to.
+        with pytest.warns(FutureWarning, match="grad_scaler|pass(ing)? itself") as warned:
+            assert scaler.step(optimizer) == "called"
         # That of torch 2.6 warns of its own line.
         own = {Path(inspect.getfile(TorchScaler))} if type(scaler) is TorchScaler else set()
         assert {Path(each.filename) for each in warned} <= {Path(__file__), *own}
-        assert not is_passed or optimizer.scaler is scaler
+        assert optimizer.scaler is scaler
         scaler.update()
         rows.append(row(scaler, model))
     return rows
@@ -250,19 +239,6 @@ class TellsItsVerdictByDevice(TakesScaler):
 )
 def test_an_optimizer_that_takes_the_scaler_is_served(kind, unscales: bool):
     hosts.check_run(hosts.same_as_torchs(lambda make: scripted(make, kind, unscales=unscales)))
-
-
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "SGD-fused", "AdamW-fused"])
-@pytest.mark.parametrize("how", ["method", "state"])
-def test_a_verdict_that_a_script_reduces_by_itself_counts(how: str, optimizer: str):
-    def reduce(scaler, raw):
-        """Do what an all-reduce with MAX does where another rank has overflowed."""
-        by_state = state_of(scaler, raw)["found_inf_per_device"]
-        (flag,) = (scaler._found_inf_per_device(raw) if how == "method" else by_state).values()
-        flag.fill_(1.0)
-
-    make_optimizer = functools.partial(made, optimizer)
-    hosts.check_run(hosts.same_as_torchs(lambda make: scripted(make, make_optimizer, between=reduce)))
 
 
 def test_a_disabled_scaler_is_not_passed_on():

@@ -277,42 +277,30 @@ def test_the_loss_of_an_evaluation_that_failed_is_not_judged():
     assert scaler.last_step(optimizer).reason == "stepped"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_refusing_a_later_evaluation_of_a_closure_is_an_error_on_every_rank(size: int):
+@pytest.mark.parametrize(("size", "first"), [(1, 1.0), (2, 1.0), (2, math.inf)])
+def test_refusing_a_later_evaluation_of_a_closure_is_an_error_on_every_rank_but_after_an_overflow(
+    size: int, first: float
+):
     def train(group) -> tuple[str, int]:
         optimizer, calls = Optimizer(), []
-        scaler = gradscale.ShardedGradScaler(group=group, policy=ONE) if size > 1 else gradscale.GradScaler(policy=ONE)
+        over = {"group": group} if size > 1 else {}
+        scaler = (gradscale.ShardedGradScaler if size > 1 else gradscale.GradScaler)(init_scale=1024.0, **over)
 
         def closure():
             calls.append(1)
             if len(calls) == 2 and group.rank == size - 1:
                 scaler.refuse(optimizer)
             scaler.scale(np.float32(1.0))
-            optimizer.grads = [np.ones(3, np.float32)]
+            optimizer.grads = [np.float32([first if len(calls) == 1 else 1.0])]
 
+        if first == math.inf:
+            scaler.step(optimizer, closure)
+            return scaler.last_step(optimizer).reason, optimizer.steps
         with pytest.raises(gradscale.CallOrderError, match=r"in evaluation 2 of a closure.*restore its parameters"):
             scaler.step(optimizer, closure)
         return "raised", optimizer.steps
 
-    assert gradscale.testing.run_ranks(size, train) == [("raised", 0)] * size
-
-
-def test_a_closure_may_refuse_after_an_evaluation_that_overflowed():
-    def train(group) -> tuple[str, int]:
-        optimizer, calls = Optimizer(), []
-        scaler = gradscale.ShardedGradScaler(group=group, init_scale=1024.0)
-
-        def closure():
-            calls.append(1)
-            if len(calls) == 2 and group.rank == 1:
-                scaler.refuse(optimizer)
-            scaler.scale(np.float32(1.0))
-            optimizer.grads = [np.float32([math.inf if len(calls) == 1 else 1.0])]
-
-        scaler.step(optimizer, closure)
-        return scaler.last_step(optimizer).reason, optimizer.steps
-
-    assert gradscale.testing.run_ranks(2, train) == [("refused", 0)] * 2
+    assert gradscale.testing.run_ranks(size, train) == [("refused" if first == math.inf else "raised", 0)] * size
 
 
 def test_a_refusal_is_of_an_optimizer_that_is_stepped_afterwards():

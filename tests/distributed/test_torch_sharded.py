@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ MESHES = ("same", "half", "half first", "some")
 # For each, the scenario and what it is asked beside each rank in turn.
 TURNS: list[tuple[Any, ...]] = [
     *(("no_gradient_of_a_mesh", max_norm) for max_norm in (None, 0.5)),
-    *(("clip_of_a_mesh", value) for value in (math.inf, math.nan)),
     *(("two_meshes", kind, which, False) for kind in MESHES for which in range(2)),
 ]
 ONCE: list[tuple[Any, ...]] = [

@@ -103,7 +103,8 @@ class Chance:
                 calls += [self._touch(optimizer, shape) for _ in range(self._random.randint(0, 2))]
             calls += [("step", optimizer) for optimizer in self._optimizers]
             calls += [("update",), *(("zero_grad", optimizer, True) for optimizer in self._optimizers)]
-        kinds = ["SGD", "AdamW-foreach"]
+        # Fused kernels of torch's take flags without a dimension alone.
+        kinds = ["SGD", "AdamW-foreach", *(FUSED if shape == () and len(self._optimizers) > 1 else [])]
         settings = {"init_scale": 2.0**10, "growth_interval": 2}
         chosen = [self._random.choice(kinds) for _ in self._optimizers]
         return Plan(settings, True, chosen, ["float32"] * len(chosen), calls)

@@ -82,21 +82,6 @@ def no_gradient_of_a_mesh(group, empty_rank: int, max_norm: float | None):
     assert math.isclose(local(parameter.data)[1], 1.0 - (rank != empty_rank) * step, rel_tol=1e-4)
 
 
-def clip_of_a_mesh(group, bad_rank: int, value: float):
-    """Clip DTensors by their norm, of which one part is not finite: that and its rank are counted, and no other."""
-    rank, size = rank_and_size(group)
-    # Products of a scale below 1 are judged.
-    scaler = make_scaler(FSDP2, "gradscale", init_scale=0.5)
-    mesh = init_device_mesh("cpu", (size,))
-    parameters = [sharded(mesh, 4.0), sharded(mesh, value if rank == bad_rank else 4.0)]
-    optimizer = make_optimizer(parameters)
-    scaler.scale(loss())
-    assert not math.isfinite(scaler.unscale_(optimizer, max_norm=1.0).item())
-    scaler.step(optimizer)
-    report = scaler.last_step(optimizer)
-    assert (report.nonfinite, report.local_nonfinite, report.by) == (1, int(rank == bad_rank), bad_rank)
-
-
 def meshes_over(size: int, rank: int, kind: str) -> list[DeviceMesh]:
     """Return two meshes: over the same ranks, or over all ranks and over this one's half of them, as of experts.
 
