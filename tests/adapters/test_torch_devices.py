@@ -211,7 +211,7 @@ class Life:
 
     def step(self, run: Run):
         scaler, optimizer = self.scaler, run.optimizer
-        is_refused, is_clipped = self.draws(0.1), self.draws(0.3) and self.groups is None
+        is_refused, is_clipped = self.draws(0.2), self.draws(0.3) and self.groups is None
         # Alone it may be refused after it was unscaled, too.
         is_late = is_refused and self.groups is None and self.draws(0.5)
         if is_refused and not is_late:
@@ -226,7 +226,7 @@ class Life:
         scaler.step(optimizer)
         vars(optimizer).pop("step", None)
         # Else a verdict may be read later.
-        if self.draws(0.4):
+        if is_refused or self.draws(0.4):
             assert not is_refused or run.report.reason in ("refused", "overflow")
             self.seen.append((run.report.reason, run.report.scale, run.held))
 
