@@ -181,17 +181,6 @@ def test_a_warning_says_that_the_weights_hold_nan_and_only_what_it_can_see(loop)
 
 
 @BOTH
-def test_healthy_runs_and_scales_that_still_fall_hear_nothing(loop):
-    policy = DynamicScale(init_scale=2.0**100, growth_interval=1)
-    state, step = loop(policy, warn_after=2, give_up_after=60)
-    step = jax.jit(step)
-    # Too large a first scale; a good step after each bad one.
-    assert warned(lambda: run(state, step, [*[BAD] * 50, *[GOOD, BAD] * 10, GOOD], policy)) == []
-    state, step = loop(StaticScale(8.0), warn_after=2)
-    assert len(warned(lambda: run(state, jax.jit(step), [BAD] * 3, StaticScale(8.0)))) == 2
-
-
-@BOTH
 def test_nothing_is_counted_unless_it_is_asked_for(loop):
     programs, states = [], []
     for options in ({}, {"give_up_after": 20}):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import json
 import logging
@@ -60,35 +59,6 @@ def test_a_spike_skips_the_step_and_leaves_the_scale_and_its_trackers():
     assert (report.reason, report.by, report.skipped, report.nonfinite, optimizer.steps) == ("spike", 0, True, 0, 5)
     kept = {name: before[name] for name in ("spikes", "counts", "steps")}
     assert {**scaler.state_dict(), "iteration": 6, **kept} == before
-
-
-@pytest.mark.parametrize("after_unscale", [False, True], ids=["before-unscale_", "after-unscale_"])
-def test_a_refused_step_is_not_made_and_moves_nothing(after_unscale: bool):
-    scaler, optimizer = trained(skip=None, init_scale=4.0, growth_interval=6)
-    before = scaler.state_dict()
-    scaler.scale(np.float32(1.0))
-    optimizer.grads = [np.ones(3, np.float32)]
-    calls = [scaler.unscale_, scaler.refuse] if after_unscale else [scaler.refuse, scaler.unscale_]
-    for call in calls:
-        call(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    report = scaler.last_step(optimizer)
-    assert (report.reason, report.by, optimizer.steps) == ("refused", 0, 5)
-    assert {**scaler.state_dict(), "iteration": 6, "counts": before["counts"], "steps": before["steps"]} == before
-    # Of one iteration alone.
-    assert iterate(scaler, optimizer, 1.0).reason == "stepped"
-    assert scaler.get_scale() == 8.0
-
-
-def test_a_refused_step_needs_no_gradients():
-    scaler, optimizer = trained()
-    optimizer.grads = []
-    scaler.refuse(optimizer)
-    scaler.scale(np.float32(1.0))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.last_step(optimizer).reason == "refused"
 
 
 def test_an_overflow_in_the_same_step_is_an_overflow_and_teaches_nothing(strict: Library):
@@ -205,29 +175,6 @@ def test_that_warning_as_an_error_comes_before_anything_is_touched():
     assert (optimizer.grads[0].tolist(), optimizer.steps) == ([1.0] * 3, 1)
 
 
-def test_the_norm_of_clipping_is_judged_beside_the_loss():
-    scaler, optimizer = trained(0, policy=ONE, skip=gradscale.SkipSpikes(window=8, min_values=4))
-    for gradient, reason in [(1.0, "stepped")] * 5 + [(2.0, "spike"), (1.0, "stepped")]:
-        assert iterate(scaler, optimizer, 1.0, gradient, max_norm=100.0).reason == reason
-    # Without a norm the loss alone.
-    assert iterate(scaler, optimizer, 1.0, 2.0).reason == "stepped"
-
-
-def test_each_optimizer_has_a_window_of_its_own():
-    scaler, critic = trained(policy=ONE)
-    generator = Optimizer()
-    for _ in range(6):
-        scaler.scale(np.float32(1.0))
-        critic.grads = generator.grads = [np.ones(3, np.float32)]
-        scaler.step(critic)
-        scaler.scale(np.float32(100.0))
-        scaler.step(generator)
-        scaler.update()
-        assert not scaler.last_step(critic).skipped
-        assert not scaler.last_step(generator).skipped
-    assert [window["loss"]["values"][-1] for window in scaler.state_dict()["spikes"]] == [1.0, 100.0]
-
-
 def test_so_many_optimizers_that_none_is_ever_judged_are_told_of():
     scaler, kept = gradscale.GradScaler(skip=RULE), [Optimizer() for _ in range(65)]
     for optimizer in kept[:-1]:
@@ -323,28 +270,6 @@ def test_a_refusal_is_of_an_optimizer_that_is_stepped_afterwards():
     scaler.refuse(Optimizer())
     scaler.update(scaler.get_scale())
     scaler.load_state_dict(scaler.state_dict())
-
-
-def test_an_update_that_was_interrupted_learns_and_counts_nothing_twice():
-    @dataclasses.dataclass(frozen=True)
-    class Interrupted(gradscale.SkipSpikes):
-        def learn(self, state, value, *, skipped):
-            if interrupts.pop():
-                raise KeyboardInterrupt
-            return super().learn(state, value, skipped=skipped)
-
-    interrupts = [False, True, False]
-    scaler = gradscale.GradScaler(init_scale=1024.0, skip=Interrupted(window=8, of="loss"))
-    scaler.scale(np.float32(1.0))
-    for optimizer in (kept := [Optimizer(), Optimizer()]):
-        optimizer.grads = [np.full(3, 1024.0, np.float32)]
-        scaler.step(optimizer)
-    with pytest.raises(KeyboardInterrupt):
-        scaler.update()
-    scaler.update()
-    saved = scaler.state_dict()
-    assert [window["loss"]["values"] for window in saved["spikes"]] == [[1.0]] * len(kept)
-    assert saved["_growth_tracker"] == 1
 
 
 def test_a_closure_is_judged_by_its_first_evaluation():

@@ -267,28 +267,6 @@ def test_a_copy_after_a_load_has_the_loaded_scale_and_no_gradients_of_the_one_be
     arrays.assert_array(optimizer.grads[0], [5.0])
 
 
-@pytest.mark.parametrize("before", ["scale", "unscale_", "step", "refuse"])
-def test_a_load_begins_the_iteration_anew_at_any_time(arrays: Library, before: str):
-    scaler, optimizer = GradScaler(growth_interval=1), Tree()
-    optimizer.grads = [scaler.scale(arrays.asarray([5.0]))]
-    if before != "scale":
-        getattr(scaler, before)(optimizer)
-    steps = optimizer.steps
-    scaler.load_state_dict(SAVED)
-    if before != "scale":
-        with pytest.raises(CallOrderError, match=r"scale\(\) has never been called since a state was loaded"):
-            scaler.step(optimizer)
-    arrays.assert_array(scaler.scale(arrays.asarray(1.0)), 1024.0)
-    optimizer.grads = [scaler.scale(arrays.asarray([3.0]))]
-    assert scaler.get_scale() == 1024.0
-    scaler.step(optimizer)
-    arrays.assert_array(optimizer.grads[0], [3.0])
-    scaler.update()
-    report = scaler.last_step(optimizer)
-    assert (optimizer.steps - steps, report.reason, report.scale) == (1, "stepped", 1024.0)
-    assert scaler.state_dict()["iteration"] == SAVED["iteration"] + 1
-
-
 def test_the_loss_of_an_iteration_that_a_load_ends_is_not_judged(arrays: Library):
     def ended(value: float) -> str:
         optimizer.grads = [scaler.scale(arrays.asarray(value)) * arrays.asarray([1.0])]

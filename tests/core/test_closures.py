@@ -133,34 +133,6 @@ def test_other_optimizers_of_the_iteration_unscale_with_the_scale_of_their_loss(
     assert scaler.get_scale() == 16384.0
 
 
-def test_the_next_closure_of_the_iteration_begins_at_the_lowered_scale(arrays: Library):
-    scaler = GradScaler()
-    optimizers = [Evaluating(), Evaluating()]
-    histories = []
-    for optimizer in optimizers:
-        closure, called_at = closure_of(arrays, scaler, optimizer, ABOVE)
-        scaler.step(optimizer, closure)
-        check_seen(arrays, optimizer)
-        histories.append(called_at)
-    assert histories == [[65536.0, 32768.0, 16384.0], [16384.0]]
-    scaler.update()
-    assert scaler.get_scale() == 16384.0
-
-
-def test_a_closure_may_unscale_by_itself_to_clip(arrays: Library):
-    scaler, optimizer = GradScaler(), Evaluating(2)
-    inner, called_at = closure_of(arrays, scaler, optimizer, lambda index, _: index == 1)
-
-    def closure() -> str:
-        loss = inner()
-        scaler.unscale_(optimizer)
-        return loss
-
-    assert scaler.step(optimizer, closure) == "minimised"
-    assert called_at == [65536.0, 32768.0, 32768.0]
-    check_seen(arrays, optimizer)
-
-
 def test_a_closure_is_found_among_arguments_which_reach_the_optimizer_as_its_own_do_the_closure(arrays: Library):
     class Passing(Evaluating):
         def step(self, *args, closure=None, **kwargs):

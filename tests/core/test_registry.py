@@ -91,14 +91,6 @@ def test_an_adapter_is_found_along_the_mro_by_the_top_level_module(install: Inst
     assert registry.names() == ["mylib"]
 
 
-def test_nothing_is_imported_to_look_an_adapter_up(install: Install, monkeypatch: pytest.MonkeyPatch):
-    install(("broken", "no_such_module_at_all:backend"), ("mine", "gradscale_mine:backend"))
-    module(monkeypatch, "gradscale_mine", backend=Adapter())
-    assert registry.names() == ["broken", "mine"]
-    # An unrelated broken one does no harm.
-    assert isinstance(registry.get("mine"), Adapter)
-
-
 @pytest.mark.parametrize(
     ("name", "command"),
     [

@@ -36,24 +36,6 @@ class Equal(Tree):
         return True
 
 
-@pytest.mark.parametrize("values", [(math.nan, 1.0, math.inf), (1.0, math.inf), (math.inf, 1.0)], ids=repr)
-@pytest.mark.parametrize("are_gone", [False, True], ids=["", "gone at the update"])
-def test_several_optimizers_are_skipped_on_their_own_verdicts_and_back_off_once(
-    arrays: Library, values: tuple[float, ...], are_gone: bool
-):
-    scaler = GradScaler()
-    optimizers = [Equal(scaled(arrays, scaler, value)) for value in values]
-    scaler.unscale_(optimizers[1])
-    is_bad = [not math.isfinite(value) for value in values]
-    assert [scaler.step(optimizer) for optimizer in optimizers] == [None if bad else "stepped" for bad in is_bad]
-    assert [scaler.last_step(optimizer).skipped for optimizer in optimizers] == is_bad
-    if are_gone:
-        optimizers.clear()
-        gc.collect()
-    scaler.update()
-    assert scaler.get_scale() == 32768.0
-
-
 # How optimizers are called and kept.
 
 
@@ -74,27 +56,6 @@ def test_step_is_called_through_the_instance_attribute_exactly_when_it_is_made(a
         assert iterate(arrays, scaler, optimizer, [value]).skipped == math.isinf(value)
         assert len(patched) == expected
     assert optimizer.steps == 0
-
-
-def test_a_step_that_raises_can_be_called_again_without_unscaling_twice(arrays: Library):
-    class Failing(Tree):
-        fails = True
-
-        def step(self, *args, **kwargs) -> str:
-            if self.fails:
-                msg = "out of memory"
-                raise MemoryError(msg)
-            return super().step(*args, **kwargs)
-
-    scaler = GradScaler()
-    optimizer = Failing(scaled(arrays, scaler, 4.0))
-    with pytest.raises(MemoryError):
-        scaler.step(optimizer)
-    optimizer.fails = False
-    assert scaler.step(optimizer) == "stepped"
-    arrays.assert_array(optimizer.seen[0][0], [4.0])
-    scaler.update()
-    assert scaler.state_dict()["_growth_tracker"] == 1
 
 
 class Slotted:

@@ -14,23 +14,6 @@ import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidValueError, ScaleUnderflowError, StaticScale, StepReport
 
 
-def test_setters_take_effect_at_the_next_update(arrays: Library):
-    scaler, optimizer = GradScaler(init_scale=8.0, growth_factor=3.0, backoff_factor=0.5, growth_interval=7), Tree()
-
-    def numbers():
-        names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
-        return [getattr(scaler, f"get_{name}")() for name in names]
-
-    assert repr(numbers()) == "[8.0, 3.0, 0.5, 7]"
-    scaler.set_growth_factor(4.0)
-    scaler.set_backoff_factor(0.25)
-    scaler.set_growth_interval(1)
-    iterate(arrays, scaler, optimizer)
-    assert repr(numbers()) == "[32.0, 4.0, 0.25, 1]"
-    iterate(arrays, scaler, optimizer, [math.nan])
-    assert (scaler.get_scale(), scaler.is_enabled()) == (8.0, True)
-
-
 def test_other_settings_survive_a_setter_and_a_static_scale_has_no_factors():
     scaler = GradScaler(policy=DynamicScale(init_scale=8.0, hysteresis=2, min_scale=2.0))
     scaler.set_growth_factor(3.0)
