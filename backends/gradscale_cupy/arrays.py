@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from gradscale import Backend, ScaleState
-from gradscale.core.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
+from gradscale.core.arithmetic import (
+    check_real_dtype,
+    multiply_arrays,
+    replicas,
+    scaled,
+    sum_of_squares,
+    unscale_arrays,
+)
 from gradscale.core.protocols import Array
 from gradscale.core.summaries import layout_of
 from gradscale.errors import InvalidValueError
@@ -59,6 +66,17 @@ class CupyBackend(Backend):
     def bits(self, x: Array, /) -> Array | None:
         """Return the bits of real values as signed integers; None for float8."""
         return x.view(f"i{x.dtype.itemsize}") if layout_of(x.dtype) is not None else None
+
+    @explained("outputs were scaled")
+    def scale(self, outputs: Sequence[Array], state: ScaleState, /) -> list[Array]:
+        """Multiply floating arrays by the scale, each on its device. No host read."""
+        factors = replicas(state.scale, self.placement, self.move)
+        made = []
+        for x in outputs:
+            # CuPy computes on the current device, which need not reach the memory of another one.
+            with x.device:
+                made.append(scaled(x, factors(x)))
+        return made
 
     @explained("gradients were unscaled")
     def unscale(
