@@ -22,7 +22,7 @@ nox.needs_version = ">=2025.10.14"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = bool(PYTHONS)
-nox.options.sessions = ["lint", "types", "docs", "tests", "example", "wheel"]
+nox.options.sessions = ["lint", "types", "docs", "tests", "cupy", "example", "wheel"]
 
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml("pyproject.toml")
@@ -116,8 +116,8 @@ def tests(session: nox.Session) -> None:
     # MLX has wheels for Linux on these, and the dependency group asks for it there alone.
     if (os.uname().sysname, os.uname().machine) == ("Linux", "x86_64"):
         required += ",mlx"
-    # They compile the kernels of gradscale_cupy, for the host and for GPUs.
-    required += "".join(f",{program}" for program in ("c++", "nvcc") if shutil.which(program))
+    # It compiles the kernels of gradscale_cupy.
+    required += ",nvcc" if shutil.which("nvcc") else ""
     clone = session.env_dir.resolve()
     shutil.rmtree(clone, ignore_errors=True)
     session.run("git", "clone", "--quiet", ROOT, clone)
@@ -295,10 +295,12 @@ CUPY = {
 @nox.session
 @nox.parametrize("version", list(CUPY), ids=list(CUPY))
 def cupy(session: nox.Session, version: str) -> None:
-    """Run the tests for GPUs with CuPy itself, over a driver that runs on the host."""
+    """Run the tests of CuPy and nccl4py themselves, over a driver and an NCCL that run on the host."""
     package, cython, compiler, cuda = CUPY[version]
+    bindings = f"cuda-bindings=={cuda.rpartition('==')[2]}"
     headers = [f"nvidia-cuda-{name}{cuda}" for name in ("runtime", compiler, "cccl", "profiler-api")]
-    session.install("-e", ".", TEST, f"{package}=={version}", "setuptools>=77", cython, *headers)
+    extras = ["-e", ".[mpich,cli]", TEST, "--group=examples", *pinned("nccl4py", "jax")]
+    session.install(*extras, f"{package}=={version}", bindings, "setuptools>=77", cython, *headers)
     made = session.env_dir.resolve() / "host_device"
     download = ["download", "--no-deps", "--no-binary", "cupy", "-d", str(made), f"cupy=={version}"]
     session.run("python", "-m", "pip", *download, env={"CUPY_INSTALL_USE_STUB": "1"})
@@ -308,8 +310,9 @@ def cupy(session: nox.Session, version: str) -> None:
         key, _, value = variable.partition("=")
         session.env[key] = value
     session.env["HOST_DEVICES"] = "3"
-    options = ["-n", "2", "--tier", "all", "--timeout", "900", "-m", "gpu and cupy"]
-    run_tests(session, "gpu,numpy,cupy", *options, *ROOT.glob("tests/adapters/test_cupy_*gpu.py"))
+    files = [*ROOT.glob("tests/*/test_*cupy*.py"), "tests/adapters/test_nccl4py.py", "tests/packaging/test_pages.py"]
+    required = "gpu,numpy,cupy,nccl4py,jax,mpi,cli,examples"
+    run_tests(session, required, "-n", "2", "--timeout", "900", "-m", "cupy", *files)
     # That they run, and that the host waits where it may; the times are those of no device.
     session.run("python", "-m", "benchmarks", "--only", "cupy-", "--quick", env={"PYTHONPATH": "tests"})
 

@@ -33,11 +33,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# The kernels for CuPy, which are compiled for the host, likewise.
-if "GRADSCALE_TEST_KERNELS" not in os.environ:
-    _kernels = tempfile.TemporaryDirectory(prefix="gradscale-kernels-")
-    os.environ["GRADSCALE_TEST_KERNELS"] = _kernels.name
-
 _LARGEST_WORKERS = 4
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: NumPy's kernels, a stand-in for CuPy, scalers for frameworks."""
+"""What the tests of the adapters share: NumPy's kernels, CuPy on a device, scalers for frameworks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from axes import require
-from host_cupy import installed
+from cupy_devices import require_cupy
 
 
 @pytest.fixture(params=["numpy", "numba"])
@@ -21,9 +21,10 @@ def backend(request: pytest.FixtureRequest):
 
 @pytest.fixture
 def cupy():
-    """Return the stand-in for CuPy, whose kernels run on the host."""
-    with installed() as module:
-        yield module
+    """Return CuPy, on a machine with CUDA."""
+    cupy = require_cupy()
+    yield cupy
+    cupy.cuda.Device().synchronize()
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""The CuPy adapter over a stand-in for CuPy: its answers and its launches, and that the host waits for nothing.
-
-The kernels are those of unscale.cu, compiled for the host. Nothing here runs on a device.
-"""
+"""The CuPy adapter on CUDA devices: several of them, what no kernel takes, captures, errors, counts of launches."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import ml_dtypes
 import numpy as np
 import pytest
+from cupy_devices import array_on, capture, device_fails, launch_counter, require_device_count, stall
 from optimizers import Tree
 
 from gradscale import (
@@ -26,40 +23,19 @@ from gradscale import (
 )
 from gradscale.testing import check_backend
 
-pytestmark = pytest.mark.numpy
-
-
-def logged(cupy, what: str):
-    """Return what was launched or waited for, and forget it; the host must have read nothing."""
-    assert [entry for entry in cupy.log if entry[0] == "read"] == []
-    found = [entry[1:] for entry in cupy.log if entry[0] == what]
-    cupy.log.clear()
-    return found
+pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
 
 
 def state_of(cupy, scale: float = 4.0):
     return DynamicScale(init_scale=scale).init(cupy.zeros((), dtype=np.float32))
 
 
-def array_on(cupy, device: int, *values: float, dtype=np.float32):
-    with cupy.cuda.Device(device):
-        return cupy.array(values, dtype=dtype)
-
-
 def ready(cupy, scale: float = 4.0) -> GradScaler:
     scaler = GradScaler(init_scale=scale)
     scaler.scale(cupy.ones((), dtype=np.float32))
-    cupy.log.clear()
     return scaler
 
 
-@pytest.mark.tier("ranks")
-def test_it_gives_the_pure_cores_bits(cupy, cupy_backend):
-    dtypes = [np.dtype(name) for name in (np.float16, ml_dtypes.bfloat16, np.float32)]
-    check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
-
-
-@pytest.mark.tier("ranks")
 def test_the_suite_sees_wrong_subnormals_though_the_library_takes_them_for_0(cupy, cupy_backend):
     class Wrong(type(cupy_backend)):  # type: ignore[misc]
         def unscale(self, grads, state, /, **options):
@@ -74,63 +50,78 @@ def test_the_suite_sees_wrong_subnormals_though_the_library_takes_them_for_0(cup
         check_backend(Wrong(), cupy.zeros((), dtype=np.float32), dtypes=[np.float32])
 
 
-def test_the_norm_comes_from_the_launches_that_unscale_and_the_host_reads_once_in_the_step(cupy):
-    grads = [cupy.ones(k, dtype=np.float32) for k in (9, 0, 7)] + [cupy.ones((4, 4), dtype=np.float16)]
-    optimizer, scaler = Tree(grads), ready(cupy)
-    norm = scaler.unscale_(optimizer, max_norm=0.5)
-    assert [name for name, *_ in logged(cupy, "launch")] == [
-        *("square_float32_float32", "square_float16_float16", "add_squares"),
-        *("clip_float32", "clip_float16"),
-    ]
-    # 32 elements of a quarter.
-    assert norm is not None
-    assert norm.get() == np.float32(math.sqrt(2.0))
-    factor = np.float32(0.5 / (math.sqrt(2.0) + 1e-6))
-    assert grads[0].get().tolist() == [np.float32(0.25) * factor] * 9
-    assert grads[3].get()[0, 0] == np.float16(np.float32(0.25) * factor)
-    cupy.log.clear()
-    scaler.step(optimizer)
-    assert ([entry for entry in cupy.log if entry[0] == "read"], optimizer.steps) == ([("read", 0)], 1)
+def test_each_pair_of_dtypes_is_one_launch_however_many_arrays_there_are(cupy, cupy_backend):
+    state, count = state_of(cupy), launch_counter()
+    half = cupy.asarray(0.5, dtype=np.float32)
+
+    def launches(number: int) -> list[int]:
+        grads = [cupy.ones(9, dtype=dtype) for dtype in (np.float32, np.float16) for _ in range(number)]
+        counts = [count()]
+        for call in (
+            lambda: cupy_backend.unscale(grads, state, out=grads),
+            lambda: cupy_backend.unscale_with_squares(grads, state, out=grads),
+            lambda: cupy_backend.multiply_in_place(grads, half),
+        ):
+            call()
+            counts.append(count())
+        return np.diff(counts).tolist()
+
+    # A last kernel adds up the squares.
+    assert launches(1) == launches(50) == [2, 3, 2]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_the_host_does_not_wait_until_the_step(cupy, max_norm: float | None):
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        scaler = GradScaler(init_scale=4.0)
+        one, optimizer = cupy.ones((), dtype=np.float32), Tree()
+        # What is compiled, loaded and allocated, is so in the first iteration.
+        for milliseconds in (0, 200):
+            optimizer.grads = [cupy.ones(9, dtype=np.float32), cupy.ones(4, dtype=np.float16)]
+            stream.synchronize()
+            stall(cupy, milliseconds)
+            scaler.scale(one)
+            scaler.unscale_(optimizer, max_norm=max_norm)
+            is_busy = not stream.done
+            scaler.step(optimizer)
+            scaler.update()
+    assert (is_busy, optimizer.steps) == (True, 2)
 
 
 @pytest.mark.parametrize("home", [0, 1])
+@pytest.mark.parametrize("busy", [0, 1])
 @pytest.mark.parametrize("place", [*range(4), None])
-def test_devices_have_one_verdict_one_norm_and_one_factor(cupy, home: int, place: int | None):
-    values = [[12.0, math.nan if index == place else 16.0] for index in range(4)]
-    grads = [
-        array_on(cupy, number, *values[k], dtype=[np.float32, np.float16][k // 3])
-        for k, number in enumerate((0, 1, 1, 0))
-    ]
-    optimizer = Tree(grads)
-    with cupy.cuda.Device(home):
-        scaler = ready(cupy)
-        norm = scaler.unscale_(optimizer, max_norm=1.0)
-        assert norm is not None
-        scaler.step(optimizer)
-        scaler.update()
-    assert norm.device.id == home
-    factor = 1.0 if place is not None else np.float32(1.0 / (10.0 + 1e-6))
-    assert [x.get()[0] for x in grads] == [x.dtype.type(np.float32(3.0) * factor) for x in grads]
-    assert math.isnan(norm.get()) if place is not None else norm.get() == 10.0
-    assert (optimizer.steps, scaler.get_scale()) == ((0, 2.0) if place is not None else (1, 4.0))
-
-
-@pytest.mark.parametrize("home", [0, 1])
-@pytest.mark.parametrize("place", range(3))
-def test_a_verdict_comes_from_all_devices_by_waits_of_their_streams_and_none_of_the_host(
-    cupy, cupy_backend, home: int, place: int
+def test_devices_have_one_verdict_one_norm_and_one_factor_and_the_host_waits_for_none(
+    cupy, home: int, busy: int, place: int | None
 ):
-    with cupy.cuda.Device(home):
-        state = state_of(cupy)
-    away = 1 - home
-    grads = [array_on(cupy, number, math.nan if k == place else 8.0) for k, number in enumerate((0, 1, 1))]
-    _, nonfinite = cupy_backend.unscale(grads, state, out=grads)
-    # The scale goes there and the verdict comes back, and neither's memory is reused before it was read.
-    assert logged(cupy, "wait") == [(away, home), (home, away), (home, away), (away, home)]
-    assert (nonfinite.device.id, nonfinite.get()) == (home, 1)
-    with cupy.cuda.Device(home):
-        scaled = ready(cupy).scale([array_on(cupy, number, 2.0) for number in (0, 1)])
-    assert logged(cupy, "wait") == [(away, home), (home, away)]
+    values = [[12.0, math.nan if index == place else 16.0] for index in range(4)]
+    for milliseconds in (0, 100):
+        grads = [
+            array_on(cupy, number, *values[k], dtype=[np.float32, np.float16][k // 3])
+            for k, number in enumerate((0, 1, 1, 0))
+        ]
+        optimizer = Tree(grads)
+        with cupy.cuda.Device(home):
+            scaler = ready(cupy)
+            with cupy.cuda.Device(busy):
+                stall(cupy, milliseconds)
+                stalled = cupy.cuda.get_current_stream().record()
+            norm = scaler.unscale_(optimizer, max_norm=1.0)
+            is_busy = not stalled.done
+            assert norm is not None
+            scaler.step(optimizer)
+            scaler.update()
+            scale = scaler.get_scale()
+        assert (norm.device.id, is_busy or not milliseconds) == (home, True)
+        factor = 1.0 if place is not None else np.float32(1.0 / (10.0 + 1e-6))
+        assert [x.get()[0] for x in grads] == [x.dtype.type(np.float32(3.0) * factor) for x in grads]
+        assert math.isnan(norm.get()) if place is not None else norm.get() == 10.0
+        assert (optimizer.steps, scale) == ((0, 2.0) if place is not None else (1, 4.0))
+
+
+def test_what_is_scaled_stays_on_its_device(cupy):
+    scaled = ready(cupy).scale([array_on(cupy, number, 2.0) for number in (0, 1)])
     assert [(x.device.id, x.get().tolist()) for x in scaled] == [(0, [8.0]), (1, [8.0])]
 
 
@@ -139,7 +130,6 @@ def test_what_no_kernel_takes_takes_the_pure_core(cupy, cupy_backend):
     grads = [array_on(cupy, 0, 12.0, dtype=np.float64), array_on(cupy, 0, 16.0), whole[:, ::2]]
     out = [cupy.zeros(1, dtype=np.float16), cupy.zeros(1, dtype=np.float32), grads[2]]
     made, nonfinite, squares = cupy_backend.unscale_with_squares(grads, state_of(cupy), out=out)
-    assert logged(cupy, "launch") == [("square_float32_float32", 0, 1), ("add_squares", 0, 1)]
     assert (nonfinite.get(), squares.get(), squares.dtype) == (0, 25.0 + 12 / 16, np.float64)
     cupy_backend.multiply_in_place(made, cupy.array(0.5, dtype=np.float32))
     assert [x.get().tolist() for x in made] == [[1.5], [2.0], [[0.125] * 3] * 4]
@@ -169,85 +159,93 @@ def test_a_wrong_device_or_dtype_is_an_error(cupy, cupy_backend):
     assert (grads[0].get(), away.get()) == (8.0, 0.0)
 
 
-def test_a_graph_captures_the_pure_core_which_reads_no_tables(cupy, cupy_backend):
-    grads, masters = [array_on(cupy, 0, 8.0, math.inf), array_on(cupy, 0, 16.0)], [array_on(cupy, 0, 0.0, 0.0)]
-    state, half = state_of(cupy), cupy.array(0.5, dtype=np.float32)
-    cupy.capturing.add(0)
-    # Nothing is copied to the device, which the stand-in would forbid.
-    _, nonfinite = cupy_backend.unscale(grads[:1], state, out=masters)
-    _, _, squares = cupy_backend.unscale_with_squares(grads[1:], state, out=grads[1:])
-    cupy_backend.multiply_in_place([*masters, grads[1]], half)
-    with pytest.raises(InvalidValueError, match="share memory"):
-        cupy_backend.unscale([*grads, *grads], state, out=[*grads, *grads])
-    cupy.capturing.clear()
-    assert [x.get().tolist() for x in (nonfinite, squares, *masters, *grads)] == [
-        *(1, 16.0, [1.0, math.inf]),
-        *([8.0, math.inf], [2.0]),
+@pytest.mark.parametrize("others", [(), (1,)], ids=["one-device", "two-devices"])
+def test_a_graph_captures_the_pure_core_which_reads_no_tables(cupy, cupy_backend, others: tuple[int, ...]):
+    stream, count = cupy.cuda.Stream(non_blocking=True), launch_counter()
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc), stream:
+        masters = [array_on(cupy, 0, 0.0, 0.0)]
+        grads = [array_on(cupy, 0, 8.0, math.inf), *(array_on(cupy, number, 16.0) for number in (0, *others))]
+        state, half = state_of(cupy), cupy.array(0.5, dtype=np.float32)
+
+        def call():
+            _, nonfinite = cupy_backend.unscale(grads[:1], state, out=masters)
+            _, _, squares = cupy_backend.unscale_with_squares(grads[1:], state, out=grads[1:])
+            cupy_backend.multiply_in_place([*masters, *grads[1:]], half)
+            return nonfinite, squares
+
+        # What is compiled, loaded and allocated, is so before the capture.
+        call()
+        for x in grads[1:]:
+            x.set(np.float32([16.0]))
+        for number in (0, *others):
+            cupy.cuda.Device(number).synchronize()
+        stream.begin_capture()
+        found = call()
+        with pytest.raises(InvalidValueError, match="share memory"):
+            cupy_backend.unscale([*grads, *grads], state, out=[*grads, *grads])
+        graph = stream.end_capture()
+        before = count()
+        # A table that was uploaded is overwritten.
+        spoiled = [array_on(cupy, number, *[-1.0] * 64) for number in (0, *others) for _ in range(64)]
+        graph.launch(stream)
+        stream.synchronize()
+        assert (count(), len(spoiled)) == (before, 64 * (len(others) + 1))
+    assert [x.get().tolist() for x in (*found, *masters, *grads)] == [
+        *(1, 16.0 * (len(others) + 1), [1.0, math.inf]),
+        *([8.0, math.inf], *[[2.0]] * (len(others) + 1)),
     ]
 
 
-@pytest.mark.parametrize("captured", [{0}, {1}, {0, 1}], ids=["state", "other", "both"])
-def test_a_capture_on_one_device_uploads_nothing_on_any(cupy, cupy_backend, captured: set[int]):
+def test_a_capture_on_another_device_alone_is_an_error(cupy, cupy_backend):
+    require_device_count(cupy, 2)
     grads, state = [array_on(cupy, number, 1.0) for number in (0, 1)], state_of(cupy)
-    cupy.capturing |= captured
+    with cupy.cuda.Device(1):
+        stream = cupy.cuda.Stream(non_blocking=True)
     for call in (
         lambda: cupy_backend.unscale(grads, state, out=grads),
         lambda: cupy_backend.unscale_with_squares(grads, state, out=grads),
         lambda: cupy_backend.multiply_in_place(grads, state.scale),
     ):
-        if captured == {0, 1}:
+        said = pytest.raises(BackendError, match="cudaErrorStreamCaptureIsolation")
+        with cupy.cuda.Device(1), capture(stream), cupy.cuda.Device(0), said:
             call()
-        else:
-            # CUDA lets a stream join a capture; the stand-in knows no join.
-            with pytest.raises(BackendError, match="cudaErrorStreamCaptureIsolation"):
-                call()
-    assert {name for name, *_ in logged(cupy, "launch")} <= {"add_squares"}
 
 
 def test_what_a_replay_would_leave_out_is_forbidden_in_a_capture(cupy):
     scaler, optimizer = ready(cupy), Tree([array_on(cupy, 0, 1.0)])
-    one = cupy.ones((), dtype=np.float32)
-    cupy.capturing.add(0)
-    for name, call in {
-        r"scale\(\)": lambda: scaler.scale(one),
-        r"unscale_\(\)": lambda: scaler.unscale_(optimizer),
-    }.items():
-        with pytest.raises(CallOrderError, match=rf"^{name} cannot be part of a CUDA graph.*gradscale\.unscale\(grads"):
-            call()
-    cupy.capturing.clear()
+    one, stream = cupy.ones((), dtype=np.float32), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with capture(stream):
+        for name, call in {
+            r"scale\(\)": lambda: scaler.scale(one),
+            r"unscale_\(\)": lambda: scaler.unscale_(optimizer),
+        }.items():
+            said = rf"^{name} cannot be part of a CUDA graph.*gradscale\.unscale\(grads"
+            with pytest.raises(CallOrderError, match=said):
+                call()
     scaler.unscale_(optimizer)
     assert optimizer.grads[0].get() == 0.25
 
 
-class CUDADriverError(RuntimeError):
-    """As CuPy's."""
-
-    __module__ = "cupy_backends.cuda.api.driver"
-    status = 100
-
-
 def test_errors_of_cuda_say_what_was_done_and_what_is_missing(cupy, cupy_backend, monkeypatch: pytest.MonkeyPatch):
-    grads, state = [cupy.ones(3, dtype=np.float32)], state_of(cupy)
-
-    def fail(*_, **_options):
-        raise cupy.cuda.runtime.CUDARuntimeError(700)
+    grads, state, away = [array_on(cupy, 0, 8.0)], state_of(cupy), array_on(cupy, 1, 0.0)
+    for doing, call in (
+        ("gradients were unscaled", lambda: cupy_backend.unscale(grads, state, out=grads)),
+        ("gradients were unscaled", lambda: cupy_backend.unscale_with_squares(grads, state, out=grads)),
+        ("gradients were clipped", lambda: cupy_backend.multiply_in_place(grads, state.scale)),
+        ("the verdict was read", lambda: cupy_backend.read(grads[0])),
+        ("a number was copied to another device", lambda: cupy_backend.move(state.scale, away)),
+    ):
+        call()
+        with device_fails(700), pytest.raises(BackendError, match=f"CUDA failed while {doing}: (cuda|CUDA_)Error"):
+            call()
 
     def find_none(*_, **_options):
-        raise CUDADriverError("cudaErrorNoDevice: no CUDA-capable device is detected")
+        raise type("CUDADriverError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.driver", "status": 100})
 
-    launch, read, wait = (cupy.RawKernel, "__call__"), "the verdict was read", (cupy.cuda.Stream, "wait_event")
-    for doing, failing, call in (
-        ("gradients were unscaled", launch, lambda: cupy_backend.unscale(grads, state, out=grads)),
-        ("gradients were clipped", launch, lambda: cupy_backend.multiply_in_place(grads, state.scale)),
-        (read, (cupy.ndarray, "get"), lambda: cupy_backend.read(grads[0])),
-        ("a number was copied to another device", wait, lambda: cupy_backend.move(state.scale, array_on(cupy, 1, 0.0))),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(*failing, fail)
-            with pytest.raises(BackendError, match=f"CUDA failed while {doing}: cudaErrorIllegalAddress"):
-                call()
-    monkeypatch.setattr(cupy, "zeros", find_none, raising=False)
-    with pytest.raises(BackendNotAvailableError, match=r"nvidia-smi -L.*\(cudaErrorNoDevice"):
+    monkeypatch.setattr(cupy, "zeros", find_none)
+    with pytest.raises(BackendNotAvailableError, match="nvidia-smi -L"):
         cupy_backend.example()
 
 
@@ -271,27 +269,3 @@ def test_the_adapter_can_be_copied_and_pickled(cupy, cupy_backend):
     for made in (cupy_backend, copy.deepcopy(cupy_backend), pickle.loads(pickle.dumps(cupy_backend))):
         made.unscale(grads, state_of(cupy), out=grads)
     assert grads[0].get().tolist() == [0.25**3] * 3
-
-
-def test_the_stand_in_forbids_host_reads_mixed_devices_and_what_cuda_forbids_in_a_capture(cupy):
-    x, y, before = array_on(cupy, 0, 1.0, 1.0), array_on(cupy, 1, 1.0, 1.0), cupy.cuda.Event()
-    for read in (bool, float, int, np.asarray):
-        with pytest.raises((TypeError, AttributeError)):
-            read(x[0])
-    for mix in (lambda: x + y, lambda: x.__setitem__(slice(None), y)):
-        with pytest.raises(AssertionError, match="of arrays on"):
-            mix()
-    before.record()
-    cupy.capturing.add(0)
-    inside = cupy.cuda.Event()
-    inside.record()
-    cupy.cuda.get_current_stream().wait_event(inside)
-    for call in (
-        x.get,
-        before.synchronize,
-        lambda: cupy.cuda.runtime.eventQuery(before.ptr),
-        lambda: cupy.array([1.0, 2.0]),
-        lambda: cupy.cuda.get_current_stream().wait_event(before),
-    ):
-        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="cudaErrorStreamCapture"):
-            call()

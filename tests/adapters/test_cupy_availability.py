@@ -6,12 +6,14 @@ Errors are made as CuPy makes them.
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
+from axes import require
 
 from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError
 
-pytestmark = pytest.mark.numpy
+pytestmark = pytest.mark.cupy
 
 NO_DEVICE, OLD_DRIVER, CALL_TOO_NEW, PTX_TOO_NEW = 100, 35, 36, 222
 RUNTIME = "cupy_backends.cuda.api.runtime.CUDARuntimeError"
@@ -25,17 +27,15 @@ def error_of(path: str, text: str = "cudaErrorSome: some text", status: int = 0,
     return error
 
 
-def set_versions(availability, driver: int, runtime: int):
-    vars(availability.runtime).update(driverGetVersion=lambda: driver, runtimeGetVersion=lambda: runtime)
-
-
 @pytest.fixture
-def availability(cupy, monkeypatch: pytest.MonkeyPatch):  # noqa: ARG001
-    """Return the module over a stand-in for CuPy, built for CUDA 12.9 and with a driver of CUDA 12.2."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def availability(monkeypatch: pytest.MonkeyPatch):
+    """Return the module over a runtime built for CUDA 12.9, with a driver of CUDA 12.2 and no device."""
+    require("cupy")
     from gradscale_cupy import availability
 
-    set_versions(availability, 12020, 12090)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    made = SimpleNamespace(driverGetVersion=lambda: 12020, runtimeGetVersion=lambda: 12090, getDeviceCount=lambda: 0)
+    monkeypatch.setattr(availability, "runtime", made)
     return availability
 
 
@@ -64,7 +64,7 @@ UNUSABLE = {
 def test_why_cuda_cannot_be_used_is_said_with_what_to_do(
     availability, error: Exception | int, driver: int, runtime: int, said: str
 ):
-    set_versions(availability, driver, runtime)
+    vars(availability.runtime).update(driverGetVersion=lambda: driver, runtimeGetVersion=lambda: runtime)
     raising = error_of(RUNTIME, status=error) if isinstance(error, int) else error
     with pytest.raises(ImportError) as raised, availability.explained("arrays were made"):
         raise raising
@@ -83,10 +83,10 @@ def test_a_machine_without_a_device_is_told_where_to_look(
     said = re.escape(f"CUDA finds no device (driver of CUDA 12.2, CuPy for CUDA 12.9): {remedy}")
     with pytest.raises(BackendNotAvailableError, match=f"^{said} "), availability.explained("arrays were made"):
         raise error_of(RUNTIME, status=NO_DEVICE)
-    availability.require_device()
-    availability.runtime.getDeviceCount = lambda: 0
     with pytest.raises(BackendNotAvailableError, match=f"^{said}$"):
         availability.require_device()
+    availability.runtime.getDeviceCount = lambda: 1
+    availability.require_device()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from axes import require
-from cupy_devices import launch_counter, require_cupy, require_device_count, stall
+from cupy_devices import launch_counter, require_device_count, stall
 from optimizers import Tree
 from written_rules import assert_clipping_is_written, assert_rule_is_written
 
@@ -21,57 +21,44 @@ SIZES = [1, 7, 1000, 1 << 20, (16 << 20) + 3]
 
 
 @pytest.fixture
-def cupy():
-    """Return CuPy, on a machine with CUDA."""
-    cupy = require_cupy()
-    yield cupy
-    cupy.cuda.Device().synchronize()
-
-
-@pytest.fixture
-def backend(cupy):  # noqa: ARG001
-    from gradscale_cupy.arrays import CupyBackend
-
-    return CupyBackend()
-
-
-@pytest.fixture
 def state(cupy):
     return DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
 
 
-def test_it_gives_the_pure_cores_bits(cupy, backend):
+def test_it_gives_the_pure_cores_bits(cupy, cupy_backend):
     dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
     if int(cupy.__version__.partition(".")[0]) >= 14:
         dtypes.append(np.dtype(require("ml_dtypes").bfloat16))
-    check_backend(backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
+    check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("offset", range(5))
 @pytest.mark.parametrize(("source", "target"), [("float32", "float32"), ("float16", "float32"), ("float16", "float16")])
 def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
-    cupy, backend, state, size: int, offset: int, source: str, target: str
+    cupy, cupy_backend, state, size: int, offset: int, source: str, target: str
 ):
     for place in {0, size // 3, size // 2, size - 1}:
         x = cupy.ones(size + offset, dtype=source)[offset:]
         x[place] = np.nan
         out = x if source == target else cupy.zeros(size + 4 - offset, dtype=target)[4 - offset :]
-        _, nonfinite = backend.unscale([x], state, out=[out])
+        _, nonfinite = cupy_backend.unscale([x], state, out=[out])
         assert int(nonfinite) == 1
         assert int(cupy.count_nonzero(out == 0.25)) == size - 1
         assert bool(cupy.isnan(out[place]))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
-def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy, backend, state, dtype: str):
+def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy, cupy_backend, state, dtype: str):
     rng = np.random.default_rng(0)
     sizes = [0, 1, 3, *rng.integers(0, 50_000, 300).tolist()]
     whole = [cupy.asarray(rng.standard_normal(size), dtype=dtype) for size in sizes]
     grads = [x[::2] if k % 3 == 0 else x for k, x in enumerate(whole)]
     sums = set()
     for _ in range(3):
-        made, nonfinite, squares = backend.unscale_with_squares(grads, state, dtype=None, out=[x.copy() for x in grads])
+        made, nonfinite, squares = cupy_backend.unscale_with_squares(
+            grads, state, dtype=None, out=[x.copy() for x in grads]
+        )
         sums.add(float(squares))
         assert int(nonfinite) == 0
     host = [cupy.asnumpy(x).astype(np.complex128) for x in made]
@@ -79,22 +66,22 @@ def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy, backend, st
     assert not sums
     factor = cupy.asarray(0.3, dtype=np.float32)
     expected = [(cupy.asnumpy(x).astype(np.result_type(x.dtype, np.float32)) * np.float32(0.3)) for x in made]
-    backend.multiply_in_place(made, factor)
+    cupy_backend.multiply_in_place(made, factor)
     for x, y in zip(made, expected, strict=True):
         np.testing.assert_array_equal(cupy.asnumpy(x), y.astype(x.dtype))
 
 
-def test_the_host_does_not_wait_between_scale_and_step(cupy, backend):
+def test_the_host_does_not_wait_between_scale_and_step(cupy, cupy_backend):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         grads = [cupy.ones(1 << 20, dtype=np.float32) for _ in range(8)]
         state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
 
     def iterate():
-        backend.unscale(grads, state, out=grads)
-        backend.unscale([*grads, cupy.ones(3, dtype=np.float32)], state)
-        _, nonfinite, squares = backend.unscale_with_squares(grads, state, out=grads)
-        backend.multiply_in_place(grads, squares.astype(np.float32))
+        cupy_backend.unscale(grads, state, out=grads)
+        cupy_backend.unscale([*grads, cupy.ones(3, dtype=np.float32)], state)
+        _, nonfinite, squares = cupy_backend.unscale_with_squares(grads, state, out=grads)
+        cupy_backend.multiply_in_place(grads, squares.astype(np.float32))
         return cupy.stack([nonfinite])
 
     with stream:
@@ -106,17 +93,17 @@ def test_the_host_does_not_wait_between_scale_and_step(cupy, backend):
         verdict = iterate()
         # A host that had waited would find the stream done.
         assert not stream.done
-        assert backend.read(verdict) == [0]
+        assert cupy_backend.read(verdict) == [0]
 
 
-def test_the_host_waits_for_what_it_reads(cupy, backend):
+def test_the_host_waits_for_what_it_reads(cupy, cupy_backend):
     x = cupy.asarray([1, 2], dtype=np.int32)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True):
         for milliseconds, expected in ((0, [2, 3]), (200, [3, 4])):
             stall(cupy, milliseconds)
             x += 1
-            assert backend.read(x) == expected
+            assert cupy_backend.read(x) == expected
 
 
 def test_a_captured_graph_divides_judges_and_adapts_the_scale(cupy):
@@ -151,7 +138,7 @@ def test_a_captured_graph_divides_judges_and_adapts_the_scale(cupy):
     assert scales == [8.0, 4.0, 4.0, 8.0]
 
 
-def test_a_thread_waits_for_tables_that_another_one_sends(cupy, backend, state):
+def test_a_thread_waits_for_tables_that_another_one_sends(cupy, cupy_backend, state):
     grads, one = [cupy.ones(1000, dtype=np.float32)], cupy.ones((), dtype=np.float32)
     cupy.cuda.Device().synchronize()
 
@@ -159,18 +146,18 @@ def test_a_thread_waits_for_tables_that_another_one_sends(cupy, backend, state):
         # The default stream of a thread has the same handle in each.
         with cupy.cuda.Stream.ptds:
             stall(cupy, 200)
-            backend.multiply_in_place(grads, one)
+            cupy_backend.multiply_in_place(grads, one)
 
     thread = threading.Thread(target=send)
     thread.start()
     thread.join()
     with cupy.cuda.Stream.ptds:
-        _, nonfinite = backend.unscale(grads, state, out=grads)
+        _, nonfinite = cupy_backend.unscale(grads, state, out=grads)
         assert (int(nonfinite), float(grads[0][-1])) == (0, 0.25)
 
 
 @pytest.mark.parametrize("busy", range(2))
-def test_devices_wait_for_each_other(cupy, backend, busy: int):
+def test_devices_wait_for_each_other(cupy, cupy_backend, busy: int):
     require_device_count(cupy, 2)
     x = cupy.zeros((), dtype=np.int32)
     with cupy.cuda.Device(1):
@@ -180,19 +167,19 @@ def test_devices_wait_for_each_other(cupy, backend, busy: int):
             stall(cupy, milliseconds)
         # Written late, or read late and written once more before that.
         x += 5
-        moved = backend.move(x, there)
+        moved = cupy_backend.move(x, there)
         x += 90
         assert (moved.device.id, int(moved)) == (1, 5)
         x -= 95
 
 
 @pytest.mark.parametrize("name", presets.names())
-def test_each_preset_has_the_bits_of_its_rule_over_numpy(cupy, backend, name: str):
-    assert_rule_is_written(cupy, backend, presets.named(name))
+def test_each_preset_has_the_bits_of_its_rule_over_numpy(cupy, cupy_backend, name: str):
+    assert_rule_is_written(cupy, cupy_backend, presets.named(name))
 
 
-def test_clipping_has_the_bits_of_the_pure_core_over_numpy(cupy, backend):
-    assert_clipping_is_written(cupy, backend)
+def test_clipping_has_the_bits_of_the_pure_core_over_numpy(cupy, cupy_backend):
+    assert_clipping_is_written(cupy, cupy_backend)
 
 
 @pytest.mark.parametrize(("max_norm", "launches"), [(None, 50), (1.0, 75)])

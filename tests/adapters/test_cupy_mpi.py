@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from axes import require
+from cupy_devices import array_on, device_fails, stall
 from optimizers import Tree
 
 from gradscale import BackendError, InvalidValueError, ShardedGradScaler
 from gradscale.core.registry import collectives_for
 
-pytestmark = [pytest.mark.mpi, pytest.mark.tier("ranks")]
+pytestmark = [pytest.mark.cupy, pytest.mark.gpu, pytest.mark.mpi]
 
 
 @pytest.fixture
@@ -21,19 +22,16 @@ def comm():
     return MPI.COMM_SELF.Dup()
 
 
-def array(cupy, *values: int, device: int = 0):
-    with cupy.cuda.Device(device):
-        return cupy.array(values, dtype=np.int32)
-
-
-def test_arrays_come_back_on_their_device_and_the_host_waits_once(cupy, comm):
+@pytest.mark.parametrize("device", [0, 1])
+def test_arrays_come_back_on_their_device_and_the_host_waits_where_it_starts(cupy, comm, device: int):
     collectives = collectives_for(comm, 5.0)
-    sent = array(cupy, 3, -7, 2**31 - 1, device=1)
-    cupy.log.clear()
+    sent = array_on(cupy, device, 3, -7, 2**31 - 1, dtype=np.int32)
+    with cupy.cuda.Device(device):
+        stall(cupy, 100)
+        stalled = cupy.cuda.get_current_stream().record()
     finish = collectives.start_max(sent)
-    assert cupy.log == [("read", 1)]
+    assert stalled.done
     found = finish()
-    assert cupy.log == [("read", 1)]
     assert (type(found), found.device, found.dtype) == (type(sent), sent.device, np.int32)
     assert found.get().tolist() == finish().get().tolist() == [3, -7, 2**31 - 1]
 
@@ -59,14 +57,8 @@ def test_a_scaler_over_mpi_skips_the_step_of_the_optimizer_that_overflows(cupy, 
     assert (one.steps, other.steps, scaler.get_scale()) == (2, 3, 2.0)
 
 
-def test_a_device_that_fails_is_its_error_and_sends_nothing(cupy, comm, monkeypatch: pytest.MonkeyPatch):
-    collectives, sent = collectives_for(comm, 5.0), array(cupy, 1)
-
-    def fail(_):
-        raise cupy.cuda.runtime.CUDARuntimeError(700)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cupy.ndarray, "get", fail)
-        with pytest.raises(BackendError, match="while the verdict was read: cudaErrorIllegalAddress"):
-            collectives.start_max(sent)
+def test_a_device_that_fails_is_its_error_and_sends_nothing(cupy, comm):
+    collectives, sent = collectives_for(comm, 5.0), array_on(cupy, 0, 1, dtype=np.int32)
+    with device_fails(700), pytest.raises(BackendError, match="while the verdict was read: cudaErrorIllegalAddress"):
+        collectives.start_max(sent)
     assert collectives.start_max(sent)().get().tolist() == [1]

@@ -1,24 +1,34 @@
-"""Plans of the CuPy adapter: which arrays go into one launch, what their rows say, and which may not be written."""
+"""Plans of the CuPy adapter: which arrays go into one launch, what their rows say, and which may not be written.
+
+And the source of the kernels that they name, under nvcc. Nothing here needs CuPy or a device.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import re
+import runpy
+import subprocess
 import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cupy import installed
+from axes import require_program
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import later
 
 from gradscale import InvalidValueError
 
-with installed():
-    from gradscale_cupy import plan as plans
-    from gradscale_cupy.plan import CHUNK, Place
+# Not by an import of its package, which wants CuPy.
+FOLDER = Path(str(importlib.util.find_spec("gradscale_cupy").origin)).parent  # type: ignore[union-attr]
+plans = SimpleNamespace(**runpy.run_path(str(FOLDER / "plan.py")))
 
 pytestmark = pytest.mark.numpy
 
@@ -32,7 +42,7 @@ class Layout(NamedTuple):
     dtype: str = "float32"
 
     @property
-    def place(self) -> Place:
+    def place(self):
         """As CuPy's arrays have it, with strides in bytes."""
         dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
         return self.address, (self.shape, tuple(stride * dtype.itemsize for stride in self.strides), dtype)
@@ -59,7 +69,7 @@ def test_thousands_of_arrays_are_one_launch_for_each_pair_of_dtypes():
 
 
 def test_a_long_array_is_cut_into_chunks_and_an_empty_one_has_no_row():
-    sizes = [CHUNK, CHUNK + 1, 0, 1, 5 * CHUNK]
+    sizes = [plans.CHUNK, plans.CHUNK + 1, 0, 1, 5 * plans.CHUNK]
     launches, _ = plan(*[[dense(size) for size in sizes]] * 2)
     assert launches[0].chunks.tolist() == [[0, 0], [1, 0], [1, 1], [2, 0], *([3, k] for k in range(5))]
     assert launches[0].table["size"].tolist() == [size for size in sizes if size]
@@ -205,3 +215,28 @@ def test_broadcast_arrays_are_judged_without_a_look_at_their_elements():
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize(
+    "architecture", ["sm_90", *later("all", "sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")]
+)
+def test_nvcc_compiles_the_kernels_without_a_warning_keeps_subnormal_numbers_and_loads_rows_before_it_divides(
+    architecture: str, tmp_path: Path
+):
+    made = tmp_path / "unscale.ptx"
+    pairs = [f"{source}_{target}" for source, targets in plans.KERNELS.items() for target in targets]
+    # As CuPy does, which asks for subnormal numbers to be flushed.
+    options = "-std=c++17", f"-arch={architecture}", "-ftz=true", "-Werror", "all-warnings"
+    subprocess.run([require_program("nvcc"), *options, "-ptx", FOLDER / "unscale.cu", "-o", made], check=True)
+    names = [f"{kind}_{pair}" for kind in ("unscale", "square") for pair in pairs]
+    names += ["add_squares", *(f"clip_{name}" for name in plans.KERNELS)]
+    instructions = made.read_text()
+    assert sorted(re.findall(r"\.entry (\w+)", instructions)) == sorted(names)
+    assert "mul.rn.f32" in instructions
+    assert re.findall(r"\b(?:mul|cvt|add|sub|fma|div|rcp)\.[\w.]*ftz.*", instructions) == []
+    for name, _, body in (entry.partition("(") for entry in instructions.split(".entry ")[1:]):
+        if name.startswith(("unscale", "square")):
+            before, reciprocal, _ = body.partition("rcp.rn.f32")
+            # The scale, a chunk's row and number, and the source, target and size of the row.
+            assert (reciprocal, before.count("ld.global")) == ("rcp.rn.f32", 6), name

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from axes import require
 from commands import python
-from host_nccl import bindings_installed, installed
+from cupy_devices import require_cupy
 
 from gradscale.tools.cli import probe
 
@@ -41,29 +42,44 @@ def test_without_a_device_the_reason_says_what_to_do_and_no_other_command_is_giv
     assert found["reason"].endswith("(cudaErrorSome: CUDA's text)")
 
 
-@pytest.mark.parametrize(
-    ("has_nccl", "nccl"), [(True, "2.27.3"), (False, "missing, python -m pip install nvidia-nccl-cu13")]
-)
-def test_with_devices_they_are_named_and_so_are_the_driver_the_runtime_and_nccl(has_nccl: bool, nccl: str):
-    with installed(has_nccl=has_nccl):
-        assert probe.probe(*probe.find(["cupy"])) == {
-            "did": "scale, unscale, update",
-            "devices": ["cuda:0 host 0", "cuda:1 host 1"],
-            "driver": "13.2",
-            "runtime": "13.2",
-            "nccl": nccl,
-            "versions": {"cupy": "14.2.0"},
-        }
+@pytest.mark.cupy
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_with_devices_they_are_named_and_so_are_the_driver_the_runtime_and_nccl(
+    has_nccl: bool, monkeypatch: pytest.MonkeyPatch
+):
+    cupy = require_cupy()
+    from gradscale_cupy import availability
+
+    runtime, nccl = cupy.cuda.runtime, availability.nccl_module()
+    monkeypatch.setattr(nccl, "available", nccl.available and has_nccl)
+    driver, built_for = (
+        availability.version_text(get()) for get in (runtime.driverGetVersion, runtime.runtimeGetVersion)
+    )
+    package = f"nvidia-nccl-cu{built_for.partition('.')[0]}"
+    version = nccl.get_version() if nccl.available else 0
+    names = [runtime.getDeviceProperties(number)["name"].decode() for number in range(runtime.getDeviceCount())]
+    assert probe.probe(*probe.find(["cupy"])) == {
+        "did": "scale, unscale, update",
+        "devices": [f"cuda:{number} {name}" for number, name in enumerate(names)],
+        "driver": driver,
+        "runtime": built_for,
+        "nccl": f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+        if version
+        else f"missing, python -m pip install {package}",
+        "versions": {"cupy": cupy.__version__},
+    }
 
 
+@pytest.mark.cupy
+@pytest.mark.gpu
 def test_nccl4py_makes_a_communicator_and_names_nccls_version_and_its_own():
+    require_cupy()
     version = require("nccl4py").__version__
-    with bindings_installed():
-        assert probe.probe("nccl4py") == {
-            "did": "a communicator of one process",
-            "nccl": "2.32.3",
-            "versions": {"nccl4py": version},
-        }
+    found = probe.probe(*probe.find(["nccl4py"]))
+    assert (found.pop("did"), found.pop("versions")) == ("a communicator of one process", {"nccl4py": version})
+    assert re.fullmatch(r"\d+\.\d+\.\d+", found.pop("nccl"))
+    assert not found
 
 
 def test_without_nccl_nccl4py_says_so():

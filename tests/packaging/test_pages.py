@@ -7,8 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from axes import require, require_program
+from axes import require
 from commands import ran
+from cupy_devices import require_cupy
 from worlds import mpi_command, mpi_environment
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,11 @@ BLOCK = re.compile(r"<!-- run: ([\w-]+) -->\n```python\n(.*?)```", flags=re.DOTA
 BLOCKS = [block for text in PAGES.values() for block in BLOCK.findall(text)]
 # These take names for granted, and are run by the tests of the adapter that they are for.
 RECIPE = re.compile(r"<!-- recipe: \w+ -->\n```python\n")
+
+MARKS = {
+    "numpy-first": pytest.mark.tier("quick"),
+    "cupy": [pytest.mark.tier("all"), pytest.mark.cupy, pytest.mark.gpu],
+}
 
 # What blocks do not say of themselves: that they have learnt.
 LEARNT = {
@@ -49,10 +55,7 @@ def test_every_block_of_python_is_run():
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [
-        pytest.param(name, code, marks=pytest.mark.tier("quick" if name == "numpy-first" else "all"), id=name)
-        for name, code in BLOCKS
-    ],
+    [pytest.param(name, code, marks=MARKS.get(name, pytest.mark.tier("all")), id=name) for name, code in BLOCKS],
 )
 def test_a_block_runs(name: str, code: str, tmp_path: Path):
     # Not by the name of the library that it imports.
@@ -66,11 +69,7 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
     if "import array_api_strict" in code:
         require("strict")
     if name == "cupy":
-        # Not on a GPU, but with the stand-in of the adapter's tests.
-        require_program("c++")
-        (tmp_path / "sitecustomize.py").write_text("import host_cupy\nkept = host_cupy.installed()\nkept.__enter__()\n")
-        places = (tmp_path, ROOT / "tests" / "support", environment.get("PYTHONPATH", ""))
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
+        require_cupy()
     if name in ("mpi", "resume"):
         require("mpi")
         command = mpi_command(2, program)

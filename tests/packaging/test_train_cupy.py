@@ -1,6 +1,6 @@
-"""examples/train_cupy.py as a user runs it, over a stand-in for CuPy and NCCL whose kernels run on the host.
+"""examples/train_cupy.py as a user runs it, over the driver on the host: it does what train_digits.py does, to the bit.
 
-It computes what examples/train_digits.py does, to the bit. Nothing here runs on a device.
+NumPy multiplies matrices there, in place of cuBLAS, and between processes MPI carries what NCCL would.
 """
 
 from __future__ import annotations
@@ -11,29 +11,70 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import host_kernels
 import pytest
-from axes import require, require_program
+from axes import require
 from commands import ran
+from cupy_devices import launch_counter, require_cupy
 from worlds import mpi_command, mpi_environment
 
-pytestmark = pytest.mark.tier("all")
+pytestmark = [pytest.mark.cupy, pytest.mark.gpu, pytest.mark.tier("all")]
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES, SUPPORT = ROOT / "examples", ROOT / "tests" / "support"
+EXAMPLES = ROOT / "examples"
 PROGRAM = EXAMPLES / "train_cupy.py"
 STEPS, INJECTED = 30, 28
 
-# What a Python does first: it puts the stand-in in CuPy's place, with kernels that were compiled once for all of them.
-STAND_IN = """
-import ctypes
-import host_kernels
-import host_nccl
-library = ctypes.CDLL({library!r})
-host_kernels.library = lambda: library
-kept = host_nccl.installed(**{machine})
-kept.__enter__()
+# What a Python does first.
+PREPARED = """
+import ctypes, functools
+import cupy
+import numpy as np
+from cupy.cuda import nccl
+import shared.digits
+
+def on_host(function):
+    return lambda *arrays: cupy.asarray(function(*(x.get() for x in arrays)))
+
+shared.digits.linear, shared.digits.matmul = map(on_host, (shared.digits.linear, shared.digits.matmul))
+
+class NcclCommunicator:
+    __module__ = "cupy_backends.cuda.libs.nccl"
+    comm = 1
+
+    def __init__(self, size, unique_id, rank):
+        from mpi4py import MPI
+
+        device = cupy.cuda.Device().id
+        self.rank_id, self.size, self.device_id = lambda: rank, lambda: size, lambda: device
+        self.rank, self.world = rank, MPI.COMM_WORLD
+        self.check_async_error = self.destroy = lambda: None
+
+    def allReduce(self, send, receive, count, dtype, operation, stream):
+        memory(receive, count, dtype)[:] = self.reduced(send, count, dtype, operation)
+
+    def reduceScatter(self, send, receive, count, dtype, operation, stream):
+        whole = self.reduced(send, count * self.size(), dtype, operation)
+        memory(receive, count, dtype)[:] = whole[self.rank * count :][:count]
+
+    def allGather(self, send, receive, count, dtype, stream):
+        memory(receive, count * self.size(), dtype)[:] = np.concatenate(self.gathered(send, count, dtype))
+
+    def gathered(self, send, count, dtype):
+        cupy.cuda.Device().synchronize()
+        return self.world.allgather(memory(send, count, dtype))
+
+    def reduced(self, send, count, dtype, operation):
+        with np.errstate(over="ignore", invalid="ignore"):
+            add = {nccl.NCCL_SUM: np.add, nccl.NCCL_MAX: np.maximum}[operation]
+            return functools.reduce(add, self.gathered(send, count, dtype))
+
+def memory(address, count, dtype):
+    kind = {nccl.NCCL_INT32: np.int32, nccl.NCCL_FLOAT16: np.float16, nccl.NCCL_FLOAT32: np.float32}[dtype]
+    return np.ctypeslib.as_array((ctypes.c_byte * (count * np.dtype(kind).itemsize)).from_address(address)).view(kind)
+
+nccl.NcclCommunicator = NcclCommunicator
 """
 
 # Runs the example named in the arguments, and writes what came of its runs, with all digits, in place of the plot.
@@ -61,28 +102,32 @@ with Ranks() as world:
 
 @pytest.fixture(autouse=True)
 def libraries(request: pytest.FixtureRequest):
-    require("numpy")
     require("examples")
-    require_program("c++")
+    require_cupy()
+    # Of a device the matrices are its own.
+    launch_counter()
     if request.node.get_closest_marker("mpi"):
         require("mpi")
 
 
-def launch(folder: Path, size: int, *arguments: object, **machine: int) -> subprocess.CompletedProcess[str]:
-    """Run Python with arguments on ``size`` ranks, on one without mpiexec, of a machine such as ``devices=1``."""
+def launch(
+    folder: Path, size: int, *arguments: object, devices: int = 2, has_nccl: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with arguments on ``size`` ranks, on one without mpiexec, of a machine with so many devices."""
     site = folder.with_name(f"{folder.name}-site")
     site.mkdir(exist_ok=True)
-    stand_in = STAND_IN.format(library=host_kernels.library()._name, machine=machine)
-    (site / "sitecustomize.py").write_text(stand_in)
-    path = {"PYTHONPATH": os.pathsep.join(map(str, (site, SUPPORT, EXAMPLES)))}
+    prepared = "" if "train_digits" in arguments else f"{PREPARED}\nnccl.available = {has_nccl}\n"
+    (site / "sitecustomize.py").write_text(prepared)
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (site, EXAMPLES))), "HOST_DEVICES": str(devices)}
     words = list(map(str, arguments))
     command = [sys.executable, *words] if size == 1 else mpi_command(size, *words)
-    return ran(*command, folder=folder, **(mpi_environment() | path))
+    return ran(*command, folder=folder, seconds=600, **(mpi_environment() | path))
 
 
-def recorded(folder: Path, size: int, name: str, *arguments: object, **machine: int):
+def recorded(folder: Path, size: int, name: str, *arguments: object, **machine):
     """Return what came of each run of an example."""
     output = folder / "runs.png"  # a name that the option takes
+    # The first one compiles some hundred kernels for the host.
     completed = launch(folder, size, "-c", RECORDED, name, *arguments, "--output", output, **machine)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return json.loads(output.read_text())
@@ -101,7 +146,7 @@ def recorded(folder: Path, size: int, name: str, *arguments: object, **machine: 
     ],
 )
 def test_each_rank_in_turn_overflows_and_all_is_as_with_numpy(
-    tmp_path: Path, size: int, over: list[str], machine: dict[str, int]
+    tmp_path: Path, size: int, over: list[str], machine: dict[str, Any]
 ):
     for rank in range(size):
         arguments = ["--steps", STEPS, "--seed", 3, "--inject", f"{INJECTED}:{rank}"]

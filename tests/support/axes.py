@@ -51,8 +51,8 @@ MODULES = {
     "nccl4py": ("nccl.core",),
 }
 
-# Programs, of which any will do.
-PROGRAMS = {"c++": ("c++", "g++", "clang++"), "nvcc": ("nvcc",)}
+# Programs.
+PROGRAMS = ("nvcc",)
 
 
 def required() -> frozenset[str]:
@@ -90,10 +90,10 @@ def require(name: str):
 
 
 def require_program(name: str) -> str:
-    """Return the path of one of the programs of that name; without any as :func:`require` does."""
-    found = next(filter(None, map(shutil.which, PROGRAMS[name])), None)
+    """Return the path of a program; without it as :func:`require` does."""
+    found = shutil.which(name)
     if found is None:
-        _leave_out(name, f"{name}: none of {', '.join(PROGRAMS[name])} is on the PATH")
+        _leave_out(name, f"{name} is not on the PATH")
     return found
 
 

@@ -1,14 +1,22 @@
-"""A real CuPy for the tests that need a GPU, and a kernel that keeps a stream busy while the host goes on."""
+"""A real CuPy for the tests that need a GPU, and what the driver and NCCL on the host (host_device) can do besides."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 from axes import leave_out_gpu, require
 
-__all__ = ["launch_counter", "require_cupy", "require_device_count", "stall"]
+from gradscale.testing import run_ranks
+
+__all__ = [
+    *("array_on", "capture", "device_fails", "in_world", "launch_counter", "nccl_fails", "require_cupy"),
+    *("require_device_count", "stall"),
+]
 
 _STALL = 'extern "C" __global__ void stall(int ms) { for (int k = 0; k < ms; ++k) __nanosleep(1000000); }'
 
@@ -32,14 +40,68 @@ def require_device_count(cupy, wanted: int):
         pytest.skip(f"gpu: CuPy finds {count} CUDA devices, and {wanted} are needed")
 
 
-def launch_counter() -> Callable[[], int]:
-    """Return what counts all launches of this process; skip the test over a real driver, which does not."""
-    count: Callable[[], int] | None = getattr(ctypes.CDLL("libcuda.so.1"), "host_launches", None)
-    if count is None:
-        pytest.skip("gpu: the driver counts no launches; the one on the host does")
-    return count
+def array_on(cupy, device: int, *values: float, dtype: Any = np.float32):
+    """Return an array on a device; skip the test where that is not there."""
+    require_device_count(cupy, device + 1)
+    with cupy.cuda.Device(device):
+        return cupy.array(values, dtype=dtype)
 
 
 def stall(cupy, milliseconds: int):
     """Keep the current stream busy for about so long; the host goes on."""
     cupy.RawKernel(_STALL, "stall")((1,), (1,), (cupy.int32(milliseconds),))
+
+
+@contextlib.contextmanager
+def capture(stream) -> Iterator[None]:
+    """Make a stream the current one and capture it, and let nothing be left of that."""
+    with stream:
+        stream.begin_capture()
+        try:
+            yield
+        finally:
+            # What was refused has spoiled the capture.
+            with contextlib.suppress(Exception):
+                stream.end_capture()
+
+
+def in_world(cupy, size: int, run: Callable[[Any], Any], **options: Any) -> list[Any]:
+    """Call a function on each of several devices, with CuPy's communicator of all, in a thread for each."""
+    from cupy.cuda import nccl
+
+    require_device_count(cupy, size)
+    name = nccl.get_unique_id()
+
+    def begin(group):
+        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
+            return run(nccl.NcclCommunicator(size, name, group.rank))
+
+    return run_ranks(size, begin, timeout=120.0, **options)
+
+
+def launch_counter() -> Callable[[], int]:
+    """Return what counts all launches of this process."""
+    return _host_function("libcuda.so.1", "host_launches")
+
+
+@contextlib.contextmanager
+def device_fails(status: int) -> Iterator[None]:
+    """Let every call of CUDA come to a status, as after a fault."""
+    fail = _host_function("libcuda.so.1", "host_fail")
+    fail(status)
+    try:
+        yield
+    finally:
+        fail(0)
+
+
+def nccl_fails(communicator: int, status: int):
+    """Let NCCL find an error on its own, for a communicator at an address."""
+    _host_function("libnccl.so.2", "host_nccl_fail")(ctypes.c_void_p(communicator), status)
+
+
+def _host_function(library: str, name: str) -> Callable[..., int]:
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(library), name, None)
+    if found is None:
+        pytest.skip(f"gpu: {library} has no {name}; the one on the host has")
+    return found

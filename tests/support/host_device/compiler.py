@@ -23,9 +23,7 @@ def main(folder: Path, libraries: Path) -> int:
     options = [line for line in given if line[:2] in ("-D", "-I")]
     # The kernels of unscale.cu say of each instruction that it keeps subnormals.
     flushes = str("-ftz=true" in given and not any(line.startswith("-DGRADSCALE_") for line in options)).lower()
-    key = "\n".join(
-        [source, flushes, *options, *((_HERE / name).read_text() for name in ("kernels.h", "../host_cuda.h"))]
-    )
+    key = "\n".join([source, flushes, *options, *((_HERE / name).read_text() for name in ("kernels.h", "host_cuda.h"))])
     made = libraries / f"{hashlib.sha256(key.encode()).hexdigest()}.so"
     if not made.exists():
         # Blocks run one after the other, and share what is as large as any asks for.

@@ -43,8 +43,12 @@ int device_count() {
 
 cudaError_t refuse(cudaError_t error) { return last_error = error; }
 
+class Stream;
+
 struct Graph {
     std::vector<Work> work;
+    std::set<Stream*> streams;  // while it is captured
+    bool is_invalid = false;
 };
 
 class Stream {
@@ -52,7 +56,6 @@ public:
     const int device;
     const unsigned int flags;
     Graph* graph = nullptr;  // while it is captured
-    bool is_invalid = false;
 
     Stream(int device, unsigned int flags) : device(device), flags(flags), thread_([this] { run(); }) {}
 
@@ -105,7 +108,7 @@ struct Point {
     std::mutex mutex;
     std::condition_variable changed;
     bool is_over = false;
-    bool is_captured = false;
+    Graph* graph = nullptr;  // that is captured there
     std::chrono::steady_clock::time_point time;
 
     void pass() {
@@ -145,7 +148,7 @@ struct World {
     std::map<std::uintptr_t, Memory> memory;
 };
 World& world = *new World;
-std::atomic<int> launches{0};
+std::atomic<int> launches{0}, failure{0};
 
 Memory memory_of(const void* pointer) {
     const std::lock_guard<std::mutex> lock(world.mutex);
@@ -190,7 +193,7 @@ cudaError_t allocate(void** pointer, std::size_t size, Kind kind) {
 // Refuses what makes the host wait for a stream that is captured, which is worth nothing then.
 bool is_refused(Stream* stream) {
     if (stream->graph == nullptr) return false;
-    stream->is_invalid = true;
+    stream->graph->is_invalid = true;
     return true;
 }
 
@@ -222,6 +225,7 @@ const char* cudaGetErrorName(cudaError_t error) {
         case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
         case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
         case cudaErrorStreamCaptureIsolation: return "cudaErrorStreamCaptureIsolation";
+        case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
         case cudaErrorCapturedEvent: return "cudaErrorCapturedEvent";
     }
     return "cudaErrorUnknown";
@@ -303,6 +307,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t size, cudaMemcpyKind, cudaStream_t handle) {
+    if (failure != 0) return refuse((cudaError_t)(int)failure);
     Stream* stream = stream_of(handle);
     const Kind target = memory_of(to).kind, source = memory_of(from).kind;
     if ((target == kPages || source == kPages) && is_refused(stream)) return refuse(cudaErrorStreamCaptureUnsupported);
@@ -361,9 +366,15 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned int) {
     Stream* stream = stream_of(handle);
     const auto point = ((Event*)event)->last;
-    if (point == nullptr || (stream->graph != nullptr && point->is_captured)) return cudaSuccess;
+    if (failure != 0) return refuse((cudaError_t)(int)failure);
+    if (point == nullptr || (stream->graph != nullptr && stream->graph == point->graph)) return cudaSuccess;
     if (is_refused(stream)) return refuse(cudaErrorStreamCaptureIsolation);
-    if (point->is_captured) return refuse(cudaErrorStreamCaptureUnsupported);
+    if (point->graph != nullptr) {
+        if (point->graph->streams.empty()) return refuse(cudaErrorStreamCaptureUnsupported);
+        // The stream joins the capture.
+        (stream->graph = point->graph)->streams.insert(stream);
+        return cudaSuccess;
+    }
     stream->push([=] { point->wait(); });
     return cudaSuccess;
 }
@@ -382,21 +393,22 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
     Stream* stream = stream_of(stream_handle);
     if (event->device != stream->device) return refuse(cudaErrorInvalidResourceHandle);
     const auto point = std::make_shared<Point>();
-    point->is_captured = stream->graph != nullptr;
+    point->graph = stream->graph;
     event->last = point;
     stream->push([=] { point->pass(); });
     return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
+    if (failure != 0) return refuse((cudaError_t)(int)failure);
     const auto point = ((Event*)handle)->last;
     if (point == nullptr) return cudaSuccess;
-    if (point->is_captured) return refuse(cudaErrorCapturedEvent);
+    if (point->graph != nullptr) return refuse(cudaErrorCapturedEvent);
     return point->is_passed() ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     const auto point = ((Event*)handle)->last;
     if (point == nullptr) return cudaSuccess;
-    if (point->is_captured) return refuse(cudaErrorCapturedEvent);
+    if (point->graph != nullptr) return refuse(cudaErrorCapturedEvent);
     point->wait();
     return cudaSuccess;
 }
@@ -412,15 +424,15 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEve
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
     if ((std::uintptr_t)handle <= 1) return refuse(cudaErrorStreamCaptureUnsupported);
     Stream* stream = stream_of(handle);
-    stream->graph = new Graph;
-    stream->is_invalid = false;
+    (stream->graph = new Graph)->streams.insert(stream);
     return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
-    Stream* stream = stream_of(handle);
-    *graph = stream->is_invalid ? nullptr : (cudaGraph_t)stream->graph;
-    stream->graph = nullptr;
-    return stream->is_invalid ? refuse(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
+    Graph* captured = stream_of(handle)->graph;
+    *graph = captured->is_invalid ? nullptr : (cudaGraph_t)captured;
+    for (Stream* stream : captured->streams) stream->graph = nullptr;
+    captured->streams.clear();
+    return captured->is_invalid ? refuse(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
     const Stream* stream = stream_of(handle);
@@ -465,6 +477,7 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule handle, const char* 
 CUresult cuFuncGetAttribute(int* value, CUfunction_attribute, CUfunction) { return *value = 1024, CUDA_SUCCESS; }
 CUresult cuLaunchKernel(CUfunction function, unsigned int blocks, unsigned int y, unsigned int z, unsigned int threads,
                         unsigned int v, unsigned int w, unsigned int, CUstream handle, void** arguments, void**) {
+    if (failure != 0) return (CUresult)(int)failure;
     const Kernel* kernel = (Kernel*)function;
     Stream* stream = stream_of(handle);
     // All that is here has one dimension.
@@ -482,7 +495,25 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int blocks, unsigned int y
     return CUDA_SUCCESS;
 }
 
-// For tests: how many kernels were launched.
+// By which cuda.bindings find the functions of a driver; many are those of the runtime.
+CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult*) {
+    static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    *function = dlsym(library, name);
+    if (*function == nullptr) *function = dlsym(library, ("cuda" + std::string(name + 2)).c_str());
+    return CUDA_SUCCESS;
+}
+CUresult cuInit(unsigned int) { return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice* device, int number) { return *device = number, CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int* count) { return (CUresult)cudaGetDeviceCount(count); }
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+    return *context = (CUcontext)(std::uintptr_t)(device + 1), CUDA_SUCCESS;
+}
+int cudaDevicePrimaryCtxRelease(CUdevice) { return 0; }
+CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, CUDA_SUCCESS; }
+CUresult cuEventCreate(CUevent* event, unsigned int flags) { return (CUresult)cudaEventCreateWithFlags(event, flags); }
+
+// For tests: how many kernels were launched, and a status that all calls come to from now on, as after a fault.
 int host_launches() { return launches; }
+void host_fail(int status) { failure = status; }
 
 }  // extern "C"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "../host_cuda.h"
+#include "host_cuda.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -16,7 +16,7 @@
 
 namespace {
 
-const int kInt32 = 2, kMax = 2, kInvalidArgument = 4, kInvalidUsage = 5, kRemoteError = 6;
+const int kInt32 = 2, kMax = 2, kInvalidArgument = 4, kInvalidUsage = 5, kRemoteError = 6, kInProgress = 7;
 
 struct Round {
     int arrived = 0;
@@ -24,26 +24,26 @@ struct Round {
 };
 
 struct World {
+    std::string name;
     std::mutex mutex;
     std::condition_variable changed;
-    int size = 0, joined = 0, connected = 0;
-    bool is_aborted = false;
+    int size = 0, joined = 0, connected = 0, failure = 0;
     std::map<long, Round> rounds;
-
-    // Waits for something of all ranks; tells whether it came.
-    template <typename Condition>
-    bool wait(std::unique_lock<std::mutex>& lock, Condition is_there) {
-        changed.notify_all();
-        changed.wait(lock, [&] { return is_aborted || is_there(); });
-        return !is_aborted;
-    }
 };
 
 struct Communicator {
     std::shared_ptr<World> world;
     int rank, device;
-    bool is_connected = false;
+    bool is_connected = false, is_ended = false;
     long rounds = 0;  // that its stream has begun
+
+    // Waits for something of all ranks; tells whether it came.
+    template <typename Condition>
+    bool wait(std::unique_lock<std::mutex>& lock, Condition is_there) {
+        world->changed.notify_all();
+        world->changed.wait(lock, [&] { return is_ended || is_there(); });
+        return !is_ended;
+    }
 };
 
 struct Reduction {
@@ -61,7 +61,7 @@ void reduce(void* given) {
     Round& round = world.rounds[mine.communicator->rounds++];
     if (round.arrived++ == 0) round.values.assign(mine.send, mine.send + mine.count);
     for (std::size_t k = 0; k < mine.count; ++k) round.values[k] = std::max(round.values[k], mine.send[k]);
-    if (world.wait(lock, [&] { return round.arrived == world.size; })) {
+    if (mine.communicator->wait(lock, [&] { return round.arrived == world.size; })) {
         std::memcpy(mine.receive, round.values.data(), sizeof(int) * mine.count);
     }
 }
@@ -92,6 +92,7 @@ int ncclCommInitRankConfig(Communicator** made, int size, Name name, int rank, v
         std::shared_ptr<World>& found = worlds[name.text];
         if (found == nullptr) found = std::make_shared<World>();
         world = found;
+        world->name = name.text;
     }
     int device;
     cudaGetDevice(&device);
@@ -99,37 +100,53 @@ int ncclCommInitRankConfig(Communicator** made, int size, Name name, int rank, v
     std::unique_lock<std::mutex> lock(world->mutex);
     world->size = size;
     ++world->joined;
-    return world->wait(lock, [&] { return world->joined == size; }) ? 0 : kRemoteError;
+    return (*made)->wait(lock, [&] { return world->joined == size; }) ? 0 : kRemoteError;
 }
 int ncclCommInitRank(Communicator** made, int size, Name name, int rank) {
     return ncclCommInitRankConfig(made, size, name, rank, nullptr);
 }
+int ncclCommInitRankScalable(Communicator** made, int size, int rank, int, const Name* names, void*) {
+    return ncclCommInitRank(made, size, *names, rank);
+}
+int ncclCommShrink(const Communicator* one, const int* excluded, int count, Communicator** made, void*, int) {
+    std::string text = one->world->name;
+    for (int k = 0; k < count; ++k) text += "-" + std::to_string(excluded[k]);
+    Name name = {};
+    text.copy(name.text, sizeof name.text - 1);
+    const long before = std::count_if(excluded, excluded + count, [&](int rank) { return rank < one->rank; });
+    return ncclCommInitRank(made, one->world->size - count, name, one->rank - before);
+}
 int ncclCommCount(const Communicator* one, int* count) { return *count = one->world->size, 0; }
 int ncclCommCuDevice(const Communicator* one, int* device) { return *device = one->device, 0; }
 int ncclCommUserRank(const Communicator* one, int* rank) { return *rank = one->rank, 0; }
-int ncclCommGetAsyncError(const Communicator*, int* error) { return *error = 0, 0; }
+int ncclCommGetAsyncError(const Communicator* one, int* error) { return *error = one->world->failure, 0; }
 int ncclCommDestroy(Communicator*) { return 0; }
 int ncclCommAbort(Communicator* one) {
     const std::lock_guard<std::mutex> lock(one->world->mutex);
-    one->world->is_aborted = true;
+    one->is_ended = true;
     one->world->changed.notify_all();
     return 0;
 }
+int ncclCommRevoke(Communicator* one, int) { return ncclCommAbort(one); }
 int ncclAllReduce(const void* send, void* receive, std::size_t count, int type, int operation, Communicator* one,
                   cudaStream_t stream) {
     if (type != kInt32 || operation != kMax) return kInvalidArgument;
     int device;
     cudaGetDevice(&device);
-    if (device != one->device) return kInvalidUsage;
+    if (device != one->device || one->is_ended) return kInvalidUsage;
     World& world = *one->world;
+    if (world.failure != 0 && world.failure != kInProgress) return world.failure;
     if (!one->is_connected) {
         std::unique_lock<std::mutex> lock(world.mutex);
         ++world.connected;
-        if (!world.wait(lock, [&] { return world.connected == world.size; })) return kRemoteError;
+        if (!one->wait(lock, [&] { return world.connected == world.size; })) return kRemoteError;
         one->is_connected = true;
     }
     cudaLaunchHostFunc(stream, reduce, new Reduction{one, (const int*)send, (int*)receive, count});
     return 0;
 }
+
+// For tests: what NCCL finds on its own from now on.
+void host_nccl_fail(Communicator* one, int status) { one->world->failure = status; }
 
 }  // extern "C"

@@ -247,9 +247,3 @@ inline HalfBits half_of(float x) {
 }
 
 }  // namespace gradscale
-
-// By which the tests launch a kernel.
-#define HOST_KERNEL(kernel)                                                                                      \
-    extern "C" const char* launch_##kernel(unsigned int blocks, unsigned int threads, void* const* arguments) {  \
-        return host::prepared(kernel, arguments)(blocks, threads);                                               \
-    }
