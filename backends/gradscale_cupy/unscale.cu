@@ -14,9 +14,7 @@
 // kind alone, and GRADSCALE_SOURCE and GRADSCALE_TARGET are the types to compile them for; without these all are.
 
 // Threads of a block, a multiple of 32: known here, the places that a thread reads and writes are few registers.
-#ifndef GRADSCALE_THREADS
 #define GRADSCALE_THREADS 256
-#endif
 
 #define GRADSCALE_FUNCTION __device__ __forceinline__
 #define GRADSCALE_KERNEL extern "C" __global__ void __launch_bounds__(GRADSCALE_THREADS)

@@ -179,14 +179,13 @@ def test_a_graph_captures_the_pure_core_which_reads_no_tables(cupy, cupy_backend
             with x.device:
                 x.set(np.float32([16.0]))
                 x.device.synchronize()
-        stream.begin_capture()
-        found = call()
-        with pytest.raises(InvalidValueError, match="share memory"):
-            cupy_backend.unscale([*grads, *grads], state, out=[*grads, *grads])
-        graph = stream.end_capture()
+        with capture(stream) as graphs:
+            found = call()
+            with pytest.raises(InvalidValueError, match="share memory"):
+                cupy_backend.unscale([*grads, *grads], state, out=[*grads, *grads])
         # A table that was uploaded is overwritten.
         spoiled = [array_on(cupy, number, *[-1.0] * 64) for number in (0, *others) for _ in range(64)]
-        graph.launch(stream)
+        graphs[0].launch(stream)
         stream.synchronize()
         del spoiled
     assert [x.get().tolist() for x in (*found, *masters, *grads)] == [

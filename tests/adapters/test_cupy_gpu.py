@@ -9,6 +9,7 @@ import pytest
 from axes import require
 from cupy_devices import launch_counter, require_device_count, stall
 from optimizers import Tree
+from tiers import later
 from written_rules import assert_clipping_is_written, assert_rule_is_written
 
 import gradscale
@@ -17,7 +18,7 @@ from gradscale.testing import check_backend
 
 pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
 
-SIZES = [1, 7, 1000, 1 << 20, (16 << 20) + 3]
+SIZES = [1, 7, 1000, 1 << 20, *later("all", (16 << 20) + 3)]
 
 
 @pytest.fixture

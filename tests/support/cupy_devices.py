@@ -53,16 +53,16 @@ def stall(cupy, milliseconds: int):
 
 
 @contextlib.contextmanager
-def capture(stream) -> Iterator[None]:
-    """Make a stream the current one and capture it, and let nothing be left of that."""
+def capture(stream) -> Iterator[list[Any]]:
+    """Make a stream the current one and capture it; the list is given the graph, if nothing was refused."""
+    graphs: list[Any] = []
     with stream:
         stream.begin_capture()
         try:
-            yield
+            yield graphs
         finally:
-            # What was refused has spoiled the capture.
             with contextlib.suppress(Exception):
-                stream.end_capture()
+                graphs.append(stream.end_capture())
 
 
 def in_world(cupy, size: int, run: Callable[[Any], Any], **options: Any) -> list[Any]:

@@ -216,7 +216,6 @@ extern "C" {
 
 const char* cudaGetErrorName(cudaError_t error) {
     switch ((int)error) {
-        case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
         case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
         case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
         case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
