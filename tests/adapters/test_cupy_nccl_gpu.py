@@ -122,18 +122,19 @@ def test_another_stream_has_the_result(cupy, comm, adapter, kind: str):
     first, second = [cupy.cuda.Stream.ptds] * 2 if kind == "threads" else streams
     pending: list[Any] = []
 
-    def begin(milliseconds: int):
+    def begin(milliseconds: int, length: int):
         with cupy.cuda.Device(0), first:
-            x = cupy.asarray([3, -4], dtype=np.int32)
+            x = cupy.asarray([3, -4, 5][:length], dtype=np.int32)
             stall(cupy, milliseconds)
             pending.append(collectives.start_max(x))
 
-    for milliseconds in (0, 200):
-        thread = threading.Thread(target=begin, args=(milliseconds,))
+    # The first of a length, which NCCL connects the ranks for, and the second.
+    for milliseconds, length in ((0, 2), (200, 3), (200, 3)):
+        thread = threading.Thread(target=begin, args=(milliseconds, length))
         thread.start()
         thread.join()
         with second:
-            assert cupy.asnumpy(pending.pop()() + 1).tolist() == [4, -3]
+            assert cupy.asnumpy(pending.pop()() + 1).tolist() == [4, -3, 6][:length]
 
 
 def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy, comm, adapter):
