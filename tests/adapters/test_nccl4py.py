@@ -92,7 +92,13 @@ def on_ranks(cupy, size: int, act: Callable[[Any], Any]) -> list[Any]:
 
     def begin(group):
         with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
-            return act(Communicator.init(size, group.rank, name))
+            comm = Communicator.init(size, group.rank, name)
+            try:
+                return act(comm)
+            except BaseException:
+                # Else its device waits for ever, and what waits for the device.
+                comm.abort()
+                raise
 
     return run_ranks(size, begin, timeout=120.0)
 

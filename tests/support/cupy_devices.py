@@ -74,7 +74,13 @@ def in_world(cupy, size: int, run: Callable[[Any], Any], **options: Any) -> list
 
     def begin(group):
         with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
-            return run(nccl.NcclCommunicator(size, name, group.rank))
+            comm = nccl.NcclCommunicator(size, name, group.rank)
+            try:
+                return run(comm)
+            except BaseException:
+                # Else its device waits for ever, and what waits for the device.
+                comm.abort()
+                raise
 
     return run_ranks(size, begin, timeout=120.0, **options)
 
