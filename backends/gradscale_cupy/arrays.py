@@ -14,14 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from gradscale import Backend, ScaleState
-from gradscale.core.arithmetic import (
-    check_real_dtype,
-    multiply_arrays,
-    replicas,
-    scaled,
-    sum_of_squares,
-    unscale_arrays,
-)
+from gradscale.core.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
 from gradscale.core.protocols import Array
 from gradscale.core.summaries import layout_of
 from gradscale.errors import InvalidValueError
@@ -70,12 +63,11 @@ class CupyBackend(Backend):
     @explained("outputs were scaled")
     def scale(self, outputs: Sequence[Array], state: ScaleState, /) -> list[Array]:
         """Multiply floating arrays by the scale, each on its device. No host read."""
-        factors = replicas(state.scale, self.placement, self.move)
-        made = []
+        made: list[Array] = []
         for x in outputs:
             # CuPy computes on the current device, which need not reach the memory of another one.
             with x.device:
-                made.append(scaled(x, factors(x)))
+                made += super().scale([x], state)
         return made
 
     @explained("gradients were unscaled")
