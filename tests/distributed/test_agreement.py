@@ -18,7 +18,7 @@ from gradscale import GroupAgreement
 World = ThreadWorld | ProcessWorld
 Cases = Callable[[int], list[tuple[Any, ...]]]
 BAD = (math.inf, -math.inf, math.nan)
-MARKS = {"torch": [pytest.mark.torch], "torch fused": [pytest.mark.torch], "jax": [pytest.mark.jax]}
+MARKS = {"jax": [pytest.mark.jax]} | {key: [pytest.mark.torch] for key in ("torch", "torch fused", "torch plain")}
 
 
 def test_a_rank_that_differs_raises_or_dies_is_found(world: World):
@@ -64,7 +64,7 @@ ROWS: list[tuple[str, Any, Cases, str, str]] = [
 ]
 for name in ("numpy", "torch", "torch fused"):
     ROWS.append((f"all-{name}", scenarios.overflow_on, lambda size, name=name: everywhere(size, name), name, "quick"))
-for name in ("strict", "torch", "torch fused", "jax"):
+for name in ("strict", "torch", "torch fused", "torch plain", "jax"):
     # With an explicit unscale_, on the last rank.
     ROWS.append(
         (f"step-{name}", scenarios.overflow_on, lambda size, name=name: overflows(name, True)(size)[-1:], name, "")

@@ -391,6 +391,8 @@ class Side:
 
     def look(self, index: int):
         states, key = self._states(index)
+        # What was read can be set again.
+        self.scaler._per_optimizer_states = states
         other = states.setdefault(1, _refresh_per_optimizer_state() | {"stage": OptState.STEPPED})
         told = [key in states, states.get(2), states.pop(2, 5), len(states), other["stage"], states.pop(1)["stage"]]
         return [*told, states[key]["stage"], states.get(key)["stage"], copy.deepcopy(states)[1]["stage"]]

@@ -23,7 +23,7 @@ from gradscale.testing import check_collectives
 TIMEOUT = 20.0  # seconds
 SHAPES = ((3,), (2, 5), ())
 # Libraries that gradscale's own scaler serves.
-PLAIN = ("numpy", "mlx", "strict", "jax")
+PLAIN = ("numpy", "mlx", "strict", "jax", "torch plain")
 
 
 class SGD:
@@ -58,7 +58,7 @@ def begun(group, **settings):
 def gradients(library: str, value: float = 1.0):
     """Return a few gradients of a library, scaled by the default scale."""
     xp = importlib.import_module(
-        {"strict": "array_api_strict", "jax": "jax.numpy", "mlx": "mlx.core"}.get(library, library)
+        {"strict": "array_api_strict", "jax": "jax.numpy", "mlx": "mlx.core"}.get(library, library.split()[0])
     )
     return [xp.full(shape, value * 65536.0, dtype=xp.float32) for shape in SHAPES]
 
@@ -388,7 +388,7 @@ def exhaustion(group, bad_rank: int):
 
 
 class Trainer:
-    """A scaler over a group and its optimizers, of a library: "numpy", "mlx", "torch", or "torch fused"."""
+    """A scaler over a group and its optimizers, of a library: one of ``PLAIN``, "torch", or "torch fused"."""
 
     def __init__(self, group, library: str, count: int = 2, **settings):
         settings = {"timeout": TIMEOUT} | settings
