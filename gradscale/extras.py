@@ -30,11 +30,7 @@ def install_command(extras: str, groups: str = "") -> str:
 
 def remedy(extras: str, groups: str = "") -> str:
     """Return the end of every message about a missing library: the command, and where to run it."""
-    return with_place(install_command(extras, groups))
-
-
-def with_place(command: str) -> str:
-    """Return a command that :func:`install_command` has made after the place where it has to be run, if any."""
+    command = install_command(extras, groups)
     return command if "gradscale" in command else f"from a clone of gradscale: {command}"
 
 

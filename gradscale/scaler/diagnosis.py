@@ -242,7 +242,7 @@ class Diagnosis:
         known = _known(turn)
         if known is not None:
             return known.scale, None, number
-        if not self._live.is_made and iteration.state is None:
+        if self._live.state is None and iteration.state is None:
             return self._live.scale(), None, number
         state = iteration.in_force(self._live.example)
         scale = self._live.backend.peek(state[:1])
@@ -250,8 +250,8 @@ class Diagnosis:
 
     def _like_any(self, optimizer: Optimizer, iteration: Iteration) -> Array:
         """Return an array of the library that this rank agrees in."""
-        if self._live.is_made:
-            return self._live.current().scale
+        if self._live.state is not None:
+            return self._live.state.scale
         try:
             gradients = [one.array for one in named_gradients(optimizer) if one.array is not None]
             found = [self._hooks.values_of(gradient) for gradient in gradients]

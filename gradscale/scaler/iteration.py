@@ -523,7 +523,7 @@ class Iteration:
         known = pending[-1].numbers if is_read and self.lowered is None and self.is_of_live_state else None
         # Computed from what was read, which spares a read.
         read = [verdict.nonfinite for verdict in verdicts if verdict.moves_scale]
-        is_seen = live.is_made and live.backend.peek(live.current()[:1]) is not None
+        is_seen = live.state is not None and live.backend.peek(live.state[:1]) is not None
         new = None if known is None or not read or is_seen else next_numbers(live.policy, known, max(read))
         skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
 

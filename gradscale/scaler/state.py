@@ -69,11 +69,6 @@ class LiveState:
         self.hooks = registry.array_backend(given) if isinstance(given, str) else given or Backend()
 
     @property
-    def is_made(self) -> bool:
-        """Whether there is a state."""
-        return self.state is not None
-
-    @property
     def is_known(self) -> bool:
         """Whether there is a state, or numbers that were loaded or set."""
         return self.state is not None or len(self._restored) > 0
