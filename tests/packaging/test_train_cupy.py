@@ -1,4 +1,4 @@
-"""examples/train_cupy.py as a user runs it, over the driver on the host: it does what train_digits.py does, to the bit.
+"""examples/train_cupy.py as a user runs it, over the driver on the host: it does what train_digits.py does.
 
 NumPy multiplies matrices there, in place of cuBLAS, and between processes MPI carries what NCCL would.
 """
@@ -133,6 +133,14 @@ def recorded(folder: Path, size: int, name: str, *arguments: object, **machine):
     return json.loads(output.read_text())
 
 
+def assert_same_runs(found: list[dict[str, Any]], expected: list[dict[str, Any]]):
+    """Require the same of both, but for what follows from last bits, as CuPy adds up in an order of its own."""
+    for name in ("loss", "zeros"):
+        values, others = ([run.pop(name) for run in runs] for runs in (found, expected))
+        assert values == pytest.approx(others, rel=1e-3, abs=1e-4)
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     ("size", "over", "machine"),
     [
@@ -151,8 +159,8 @@ def test_each_rank_in_turn_overflows_and_all_is_as_with_numpy(
     for rank in range(size):
         arguments = ["--steps", STEPS, "--seed", 3, "--inject", f"{INJECTED}:{rank}"]
         found = recorded(tmp_path, size, "train_cupy", *arguments, *over, **machine)
-        # The same arithmetic in the same order; over NCCL as well, since a sum of two numbers is rounded once anyhow.
-        assert found == recorded(tmp_path, size, "train_digits", *arguments)
+        # Over NCCL as well, since a sum of two numbers is rounded once anyhow.
+        assert_same_runs(found, recorded(tmp_path, size, "train_digits", *arguments))
         assert [run["skipped"] for run in found] == [[], [], [INJECTED]]
         assert found[2]["scales"][-4:] == [2.0**17, 2.0**17, 2.0**16, 2.0**16]
         assert all(run["is_verified"] for run in found)
@@ -164,7 +172,7 @@ def test_shards_of_unequal_lengths_go_over_nccl(tmp_path: Path):
     arguments = ["--steps", 6, "--inject", "5:3"]
     found, numpy = (recorded(tmp_path, 4, name, *arguments, devices=4) for name in ("train_cupy", "train_digits"))
     # In float16 the sum of four is rounded thrice here, and once there.
-    assert found[0] == numpy[0]
+    assert_same_runs(found[:1], numpy[:1])
     assert [run["skipped"] for run in found] == [[], [], [5]]
     assert all(run["is_verified"] for run in found)
 
@@ -172,7 +180,7 @@ def test_shards_of_unequal_lengths_go_over_nccl(tmp_path: Path):
 @pytest.mark.parametrize(
     ("size", "machine", "message"),
     [
-        (1, {"has_nccl": False}, r"CuPy .* finds no NCCL library, .*: python -m pip install nvidia-nccl-cu13"),
+        (1, {"has_nccl": False}, r"CuPy .* finds no NCCL library, .*: python -m pip install nvidia-nccl-cu\d+"),
         pytest.param(2, {"devices": 1}, r"NCCL needs a GPU for each rank, got 2 .* share 1: .*", marks=pytest.mark.mpi),
     ],
     ids=["no-nccl", "too-few-gpus"],
