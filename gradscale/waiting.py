@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -121,7 +120,6 @@ def require_message(x: Any) -> None:
 _given_up: dict[Hashable, str] = {}
 
 
-@dataclasses.dataclass(eq=False)
 class GroupWait:
     """How one rank waits for the others of a group.
 
@@ -130,27 +128,38 @@ class GroupWait:
     has a hash; ``describe`` returns the text of a library's exception; ``on_give_up`` is called with it, once.
     """
 
-    group: Any
-    _: dataclasses.KW_ONLY
-    library: str
-    timeout: float
-    refusal: str
-    rank: int
-    size: int
-    describe: Callable[[Exception], str] = str
-    on_give_up: Callable[[BaseException], None] | None = None
-    process: int = dataclasses.field(default_factory=os.getpid, init=False)
+    def __init__(
+        self,
+        group: Any,
+        *,
+        library: str,
+        timeout: float,
+        refusal: str,
+        rank: int,
+        size: int,
+        describe: Callable[[Exception], str] = str,
+        on_give_up: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self._library = library
+        self._timeout = timeout
+        self._refusal = refusal
+        self.describe = describe
+        self.on_give_up = on_give_up
+        self._process = os.getpid()
 
     def require_own(self) -> None:
         """Raise BackendError in a child after fork: its messages would be taken for those of its parent."""
-        if self.process != os.getpid():
-            forbid_forked(self.library, f"rank {self.rank} of {self.size} is process {self.process}")
+        if self._process != os.getpid():
+            forbid_forked(self._library, f"rank {self.rank} of {self.size} is process {self._process}")
 
     def require_usable(self) -> None:
         """Raise BackendError when the group was given up, with the reason, or belongs to the parent process."""
         self.require_own()
         if _given_up and self.group in _given_up:
-            msg = f"{self.refusal}. It was given up for: {_given_up[self.group]}"
+            msg = f"{self._refusal}. It was given up for: {_given_up[self.group]}"
             raise BackendError(msg)
 
     def give_up(self, error: BaseException) -> None:
@@ -163,7 +172,7 @@ class GroupWait:
     def failure(self, error: Exception) -> BackendError:
         """Give the group up for an exception of the library, and return the error to raise from it."""
         where = f"rank {self.rank} of {self.size}"
-        text = f"{self.library} failed on {where} while the ranks agreed on a step: {self.describe(error)}"
+        text = f"{self._library} failed on {where} while the ranks agreed on a step: {self.describe(error)}"
         failure = BackendError(text)
         self.give_up(failure)
         return failure
@@ -190,15 +199,15 @@ class GroupWait:
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """Let waits end after some seconds, if not before."""
-        timeout, self.timeout = self.timeout, min(self.timeout, seconds)
+        timeout, self._timeout = self._timeout, min(self._timeout, seconds)
         try:
             yield
         finally:
-            self.timeout = timeout
+            self._timeout = timeout
 
     def timed_out(self, operation: str = "the agreement on a step") -> CollectiveTimeoutError:
         """Return the error for the end of the time."""
-        return CollectiveTimeoutError(self.rank, self.size, self.timeout, operation=operation)
+        return CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
 
     def until(
         self,
@@ -209,7 +218,7 @@ class GroupWait:
     ) -> None:
         """Poll until something is done; CollectiveTimeoutError when the time is over."""
         wait = functools.partial(poll, is_done, longest_pause=longest_pause)
-        if not wait_and_tell(wait, self.timeout, self.rank, self.size, operation):
+        if not wait_and_tell(wait, self._timeout, self.rank, self.size, operation):
             raise self.timed_out(operation)
 
 
