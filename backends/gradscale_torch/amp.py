@@ -130,10 +130,10 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     optimizer on a device is read in each step, too; else by the first ``last_step``, ``step_schedule`` or ``history``
     that asks for it. Rank 0 is that of ``torch.distributed`` if it is initialized.
 
-    ``state_dict`` has torch's five keys; for a policy that they do not describe, and between ``step`` and ``update``,
-    also those that gradscale's adds to them. ``load_state_dict`` keeps the scale's tensor, so that captured CUDA graphs
-    see the new value. After it, scale anew a loss that was scaled before: autograd raises in a backward pass through
-    it, as with torch's scaler.
+    ``state_dict`` has torch's five keys; for a policy that they do not describe, and over a group between ``step`` and
+    ``update``, also those that gradscale's adds to them. ``load_state_dict`` keeps the scale's tensor, so that captured
+    CUDA graphs see the new value. After it, scale anew a loss that was scaled before: autograd raises in a backward
+    pass through it, as with torch's scaler.
     ``diagnose`` looks at the stored values of sparse gradients, at this rank's part of a DTensor, and at the unscaled
     values of gradients that a fused optimizer has left scaled.
 
@@ -333,9 +333,11 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain Python values; empty when disabled. One host read."""
         saved = super().state_dict()
-        is_stepping = any(turn.is_over for turn in iteration_of(self).turns)
-        # Torch's keys do not say that the weights are newer than the scale.
-        return saved if is_stepping else hosts.as_torchs_state_dict(saved, _live(self).policy)
+        for turn in iteration_of(self).turns:
+            if turn.is_over and turn.pending is not None and turn.pending.groups:
+                # Torch's keys do not say that the weights are newer than the scale, which ranks have to compare.
+                return saved
+        return hosts.as_torchs_state_dict(saved, _live(self).policy)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes that torch's scalers pickle, and under one more key the rest, without tensors."""
