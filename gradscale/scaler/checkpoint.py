@@ -33,7 +33,7 @@ class Loaded(NamedTuple):
     counts: dict[str, int]
     """Those of steps; empty in older states."""
     steps: int
-    """How many the ranks of a group have made in common."""
+    """How many were over, which the ranks of a group compare."""
     windows: SavedWindows
     """Those of a scaler with ``skip=``."""
 
