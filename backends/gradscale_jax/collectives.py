@@ -19,7 +19,7 @@ from gradscale.core.protocols import Policy
 from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.overflow import ParameterReport, find_cause
-from gradscale.scaler.tally import Row, tell
+from gradscale.scaler.reports import Row, tell
 from gradscale.waiting import require_message
 from gradscale_jax import trees
 from gradscale_jax.arrays import JaxBackend

@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
+import array_api_compat
 from array_api_compat import array_namespace, to_device
 
 from gradscale.core import validation
-from gradscale.core.devices import device, on
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace, ScaleState
 from gradscale.errors import InvalidValueError
@@ -63,6 +63,19 @@ _EPSILON = 1e-6
 
 # The least magnitude that rounds to inf, half a unit above the largest number.
 _ROUNDS_TO_INF = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127")}
+
+
+def device(x: Array) -> object:
+    """Return an array's device; None if the arrays of its library have none."""
+    try:
+        return array_api_compat.device(x)
+    except AttributeError:
+        return None
+
+
+def on(where: object) -> dict[str, object]:
+    """Return the options that make an array on a device; none for None, as not all take ``device=``."""
+    return {} if where is None else {"device": where}
 
 
 class UnitState(ScaleState):

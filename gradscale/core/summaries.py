@@ -17,8 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace, to_device
 
-from gradscale.core.arithmetic import Kind, kind_of, significand_and_exponent, widened
-from gradscale.core.devices import device, on
+from gradscale.core.arithmetic import Kind, device, kind_of, on, significand_and_exponent, widened
 from gradscale.core.protocols import Array, Namespace
 from gradscale.core.validation import bits_of_float32
 

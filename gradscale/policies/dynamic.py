@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal, ParamSpec
 from array_api_compat import array_namespace, is_array_api_obj, to_device
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import as_0d_array, has_float64
-from gradscale.core.devices import device, on
+from gradscale.core.arithmetic import as_0d_array, device, has_float64, on
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace, Numbers, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError

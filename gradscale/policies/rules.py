@@ -12,8 +12,7 @@ from typing import ClassVar
 from array_api_compat import array_namespace
 
 from gradscale.core import validation
-from gradscale.core.arithmetic import has_float64
-from gradscale.core.devices import device
+from gradscale.core.arithmetic import device, has_float64
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.policies.dynamic import AtMin, BoundedScale, new_state, times
 

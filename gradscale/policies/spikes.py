@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
-from gradscale.core.devices import on
+from gradscale.core.arithmetic import on
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError

@@ -1,4 +1,4 @@
-"""Agreement: with whom a scaler agrees; Ballot: one message to them, from its start until the CPU has the answer."""
+"""Agreement: with whom a scaler agrees; Ballot: one message, until the CPU has the answer; Exchange: ranks' values."""
 
 from __future__ import annotations
 
@@ -474,6 +474,43 @@ class Ballot:
             return call_within(call, _PATIENCE)
         with within(_PATIENCE):
             return call()
+
+
+class Exchange:
+    """Values of each rank of one group, in rounds of messages of the usual form, as arrays of the library of ``like``.
+
+    ``claim`` makes the claim of all rounds, once one is needed. If some rank makes another call, the first round is a
+    ScaleDesyncError on every rank.
+    """
+
+    def __init__(
+        self, agreement: Agreement, live: LiveState, collectives: Collectives, claim: Callable[[], Claim]
+    ) -> None:
+        self.rank, self.size = collectives.rank, collectives.size
+        self._agreement, self._live, self._group = agreement, live, collectives
+        # One for all rounds, of which other rows of a grid of ranks may have more.
+        self._claim = functools.cache(claim)
+
+    def announce(self, like: Array) -> None:
+        """Tell the other ranks that a collective of another kind comes next."""
+        self._carry(like, [0] * claims.CARRIED)
+
+    def numbers(self, number: int, like: Array) -> list[int]:
+        """Return the int32 of each rank; a round, and a host read, for each 8 of them."""
+        return gather_numbers(number, self._group, functools.partial(self._carry, like))
+
+    def texts(self, sent: bytes, like: Array) -> list[bytes]:
+        """Return the bytes of each rank; a round, and a host read, for each 32 of them."""
+        return gather_texts(sent, self._group, functools.partial(self._carry, like))
+
+    def _carry(self, like: Array, values: Sequence[int]) -> list[int]:
+        claim, live = self._claim(), self._live
+        sent = live.backend_for(like).integers(claims.carrying(claims.hash_of(claim), values), like)
+        with self._agreement.failing():
+            ballot = self._agreement.send([self._group], sent, claim.iteration, claim)
+            answer = ballot.read(live.backend_for)
+            ballot.verdict(*answer, live.policy)
+        return claims.carried(answer[0])
 
 
 def gather_numbers(number: int, collectives: Collectives, carry: _Carry) -> list[int]:

@@ -118,8 +118,8 @@ def hash_of(claim: Claim | None) -> tuple[int, ...]:
 class Reason(enum.IntEnum):
     """Why a rank skips a step, the gravest last; false if it makes it. The number of a spike is 1.
 
-    One more reason is one more here, in ``HELD`` if it moves no scale, in the words of reports.py, and in the counts of
-    tally.py; ``Iteration.refuse`` is where a program gives one.
+    One more reason is one more here, in ``HELD`` if it moves no scale, and in the words and counts of reports.py;
+    ``Iteration.refuse`` is where a program gives one.
     """
 
     STEPPED = 0

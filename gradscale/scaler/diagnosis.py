@@ -15,17 +15,16 @@ from typing import NamedTuple
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree, validation
-from gradscale.core.arithmetic import Kind, is_floating, kind_of, library_name, nonfinite_flag
-from gradscale.core.devices import device
+from gradscale.core.arithmetic import Kind, device, is_floating, kind_of, library_name, nonfinite_flag
 from gradscale.core.gradients import HeldArray, held_arrays, name_gradients, named_gradients
 from gradscale.core.identity import IdentityMap
-from gradscale.core.leaves import first_floating, require_arrays
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.summaries import Summary
+from gradscale.core.tree import first_floating, require_arrays
 from gradscale.errors import BackendError, GradscaleError, InvalidTypeError
+from gradscale.scaler.agreement import Exchange
 from gradscale.scaler.claim import Call, Verdict
-from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 from gradscale.scaler.overflow import OverflowReport, ParameterReport, RankReport
 
@@ -99,9 +98,10 @@ class Diagnosis:
         except Exception as error:
             # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport(failure=f"{type(error).__name__}: {error}")
-        exchanges = [
-            Exchange(iteration, group, Call.DIAGNOSIS, optimizer, index=index) for index, group in enumerate(groups)
-        ]
+        exchanges = []
+        for index, group in enumerate(groups):
+            claim = functools.partial(iteration.next_claim, [group], optimizer, None, Call.DIAGNOSIS, index)
+            exchanges.append(Exchange(self._agreement, live, group, claim))
         reports = _gather(own, exchanges, self._like_any(optimizer, iteration))
         if failure is not None:
             raise failure

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import Kind, as_0d_array, kind_of
-from gradscale.core.devices import on
+from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, on
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Optimizer

@@ -31,9 +31,8 @@ from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict
 from gradscale.scaler.guard import Guard, Judged, Losses
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
-from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
+from gradscale.scaler.reports import Reports, StepReport, Tally, UpdateReport, step_report
 from gradscale.scaler.state import LiveState, Saved, checked_scale, copied
-from gradscale.scaler.tally import Tally
 from gradscale.scaler.verdict import Pending
 
 _ORDER = "The right order: scale(loss), backward pass, unscale_(optimizer) if wanted, step(optimizer), update()"

@@ -16,8 +16,7 @@ from gradscale.core.registry import A_GROUP
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.spikes import SkipSpikes
-from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
-from gradscale.scaler.tally import WARN_AFTER
+from gradscale.scaler.reports import HISTORY_SIZE, WARN_AFTER, Diagnose, OnSkip, OnUpdate
 
 _Arguments = ParamSpec("_Arguments")
 _Returned = TypeVar("_Returned")

@@ -19,19 +19,17 @@ from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, S
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
-from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.agreement import Agreement, Exchange
 from gradscale.scaler.claim import Call
 from gradscale.scaler.diagnosis import Asked, Diagnosis
-from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.iteration import Iteration, Parts, Stage
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
-from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, step_report
+from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, Tally, step_report, tell
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
-from gradscale.scaler.tally import Tally, tell
 
 _Outputs = TypeVar("_Outputs")
 
@@ -708,7 +706,8 @@ class GradScaler:
                 f"call unscale_(optimizer), and clip the gradients by a norm of your own"
             )
             raise InvalidValueError(msg)
-        return Request(largest, Exchange(self._iteration, groups[0], Call.NORM, optimizer, max_norm=largest))
+        claim = functools.partial(self._iteration.next_claim, groups, optimizer, largest, Call.NORM)
+        return Request(largest, Exchange(agreement, self._parts.live, groups[0], claim))
 
     def _record(self, step: Step) -> None:
         """Record a step, with its verdict or without one that is read later."""

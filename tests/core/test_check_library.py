@@ -12,7 +12,7 @@ from libraries import Library
 import gradscale
 from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, registry
 from gradscale.core import arithmetic, summaries
-from gradscale.core.devices import device, on
+from gradscale.core.arithmetic import device, on
 from gradscale.policies import spikes
 from gradscale.testing import check_library
 

@@ -12,9 +12,9 @@ from typing import Any, NoReturn, TypeAlias
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import arithmetic, ops, registry, summaries, validation
+from gradscale.core.arithmetic import device as device_of
+from gradscale.core.arithmetic import on
 from gradscale.core.backend import Backend
-from gradscale.core.devices import device as device_of
-from gradscale.core.devices import on
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError
