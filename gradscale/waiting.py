@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError, InvalidValueError
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+_Array: TypeAlias = Any
 
 # Seconds. At first other ranks on this core get their turn; then the core is left to them for longer and longer.
 _YIELDING = 2e-3
@@ -109,7 +110,7 @@ def forbid_forked(library: str, owner: str) -> NoReturn:
     raise BackendError(msg)
 
 
-def require_message(x: Any) -> None:
+def require_message(x: _Array) -> None:
     """Raise InvalidValueError unless an array is 1-d int32, as all that ranks send each other is."""
     if x.ndim != 1 or str(x.dtype).rpartition(".")[2] != "int32":
         msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
@@ -229,10 +230,10 @@ class DeviceCommunicator(Protocol):
     size: int
 
     @property
-    def example(self) -> Callable[[], Any] | None:
+    def example(self) -> Callable[[], _Array] | None:
         """A call that returns a 0-d float32 array, for a rank that never has one; None if no library is known."""
 
-    def all_reduce(self, x: Any, start: Callable[..., None]) -> tuple[Callable[[], bool], Callable[[], Any]]:
+    def all_reduce(self, x: _Array, start: Callable[..., None]) -> tuple[Callable[[], bool], Callable[[], _Array]]:
         """Prepare a MAX all-reduce of a copy of ``x``, behind what its library has yet to do, and start it.
 
         ``start(issue)`` calls ``issue``, perhaps in a new thread, which makes the device its current one;
@@ -272,7 +273,7 @@ class DeviceCollectives:
     def __repr__(self) -> str:
         return f"DeviceCollectives({self._group.group!r}, rank={self.rank}, size={self.size})"
 
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
+    def start_max(self, x: _Array, /) -> Callable[[], _Array]:
         """Begin an element-wise MAX all-reduce of a 1-d int32 array, left alone; the returned call finishes it.
 
         The call returns the same array each time.
@@ -284,7 +285,7 @@ class DeviceCollectives:
         is_over, result = self._comm.all_reduce(x, lambda issue, **options: run(start, issue, **options))
 
         @functools.cache
-        def finish() -> Any:
+        def finish() -> _Array:
             self._group.require_usable()
             self._group.run(self._poll, is_over)
             return result()

@@ -78,7 +78,7 @@ class Differentiated(Generic[P, V]):
     """
 
     _call: Callable[..., Scaled[V, Any]]
-    init: Callable[[object], Any]
+    init: Callable[[object], object]
 
     def __call__(self, state: S, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V, S]:
         """Evaluate the loss and its gradients, judge them, and adapt the scale."""
@@ -95,7 +95,7 @@ def value_and_grad(
     axis_name: Hashable | Sequence[Hashable] | None = None,
     reduce: Callable[[G], G] | None = None,
     dtype: DTypeLike | None = None,
-    filter: Callable[[Any], bool] | None = None,  # noqa: A002
+    filter: Callable[[object], bool] | None = None,  # noqa: A002
     skip: SkipSpikes | None = None,
     warn_after: int | None = None,
     give_up_after: int | None = None,

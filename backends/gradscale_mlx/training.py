@@ -49,7 +49,7 @@ class ModelAndOptimizer:
         """Update the model by ``grads``, as ``optimizer.update(model, grads)`` does."""
         self.optimizer.update(self.model, self.grads)
 
-    def step_if(self, pred: mx.array, grads: Any) -> None:
+    def step_if(self, pred: mx.array, grads: object) -> None:
         """Update the model, or leave it and the optimizer's state as they are, without a host read.
 
         Also in a function for ``mx.compile`` that captures ``model.state`` and ``optimizer.state``.
@@ -68,7 +68,7 @@ class ModelAndOptimizer:
         self.model.update(params)
         _put(self.optimizer.state, state)
 
-    def _state(self) -> tuple[Any, Any]:
+    def _state(self) -> tuple[object, object]:
         return self.model.trainable_parameters(), self.optimizer.state
 
 

@@ -247,7 +247,7 @@ def _parameters_of(optimizer: Optimizer) -> Parameters:
     return Parameters(listed, meshes_of(listed.unique))
 
 
-def meshes_of(parameters: Iterable[Any]) -> tuple[DeviceMesh, ...]:
+def meshes_of(parameters: Iterable[object]) -> tuple[DeviceMesh, ...]:
     """Return the meshes of DTensors, the largest first, one mesh for all that are over the same ranks.
 
     So ranks come to one that they share in the same place, also if some hold parameters of smaller ones besides.

@@ -77,7 +77,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         super().__init__(inner_optimizer, name=name)
         self.scaler = scaler
 
-    def build(self, var_list: Sequence[Any]) -> None:
+    def build(self, var_list: Sequence[object]) -> None:
         """Make the inner optimizer's variables, and none for a scale."""
         self.inner_optimizer.build(var_list)
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)

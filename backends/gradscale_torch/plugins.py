@@ -88,7 +88,7 @@ class MixedPrecision(TrainersMixedPrecision):
 
     def connect(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], list[Any]]:
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], list[object]]:
         """Have the schedules hold that count steps; Lightning calls it when it has made them."""
         for config in lr_schedulers:
             if self.scaler is not None and _counts_steps(config):

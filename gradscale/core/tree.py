@@ -25,7 +25,7 @@ __dir__ = __all__.copy
 
 _Made = TypeVar("_Made")
 _Located: TypeAlias = list[tuple[str, Array]]
-_IsLeaf: TypeAlias = Callable[[Any], bool]
+_IsLeaf: TypeAlias = Callable[[object], bool]
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 # Of nodes side by side: None for a leaf; or a container, the keys of its children, and their plans.
 _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"

@@ -7,7 +7,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import NamedTuple, TypeAlias, TypedDict
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -61,7 +61,7 @@ class Losses(NamedTuple):
         return _rounded(self.total / self.number)
 
 
-def is_loss(x: Any) -> bool:
+def is_loss(x: Array) -> bool:
     """Tell whether an output is a loss: a real floating array of one element."""
     return is_array_api_obj(x) and kind_of(x) in (Kind.HALF, Kind.WIDE) and math.prod(x.shape) == 1
 

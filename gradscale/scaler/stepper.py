@@ -46,7 +46,7 @@ class Step:
         kwargs: dict[str, Any],
         record: Callable[[Step], None],
         owner: object = None,
-        unscale: Callable[[Any], object] | None = None,
+        unscale: Callable[[Optimizer], object] | None = None,
     ) -> None:
         self.iteration, self.optimizer, self.args, self.kwargs = iteration, optimizer, args, kwargs
         self._record, self.owner, self._unscale = record, owner, unscale

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -251,7 +251,7 @@ def _host(backend: Backend, x: Array | int) -> int:
     return x if isinstance(x, int) else backend.read(array_namespace(x).reshape(x, (1,)))[0]
 
 
-def _form(x: Any) -> object:
+def _form(x: Array) -> object:
     return (x.dtype, tuple(x.shape)) if hasattr(x, "dtype") else type(x)
 
 
