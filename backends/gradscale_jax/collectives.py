@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -226,7 +226,7 @@ def counted(verdict: Verdict, before: jax.Array, limits: list[int]) -> Verdict:
     return verdict._replace(tally=jnp.concatenate([counts, scales, np.asarray(limits, np.int32)]))
 
 
-def _tell_of_stall(tally: Any, params: object) -> None:
+def _tell_of_stall(tally: jax.Array, params: object) -> None:
     """Warn of the longest of the rows in one or several tallies, or raise, if a limit says so."""
     length, overflow, spike, _, _, _, *scales, warn_after, give_up_after = max(tally.reshape(-1, 11).tolist())
     reasons = {name: count for name, count in (("overflow", overflow), ("spike", spike)) if count}

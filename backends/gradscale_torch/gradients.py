@@ -298,7 +298,7 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
     _check_dtypes({one.grad.dtype for one in owned.values() if one.grad is not None}, allow_fp16)
     chosen, uncoalesced = [], []
     for parameter in reversed(owned.values()):
-        grad: Any = parameter.grad
+        grad = parameter.grad
         if grad.layout == torch.sparse_coo and not grad.is_coalesced():
             if grad.dtype is torch.float16:
                 # The optimizer would sum the duplicates in float16, where they overflow easily.

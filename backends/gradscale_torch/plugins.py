@@ -145,7 +145,7 @@ class HeldSchedule:
 
     __slots__ = ("_last", "_optimizer", "_scaler", "_schedule")
 
-    def __init__(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    def __init__(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, schedule: object) -> None:
         for name, value in zip(self.__slots__, (None, optimizer, scaler, schedule), strict=True):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_last", self._report())

@@ -147,7 +147,7 @@ class OptimizerWithGroups(_Steps, Protocol):
     """An optimizer of torch's convention."""
 
     @property
-    def param_groups(self) -> Iterable[Mapping[str, Any]]:
+    def param_groups(self) -> Iterable[Mapping[str, object]]:
         """Dicts whose ``"params"`` have ``.grad``; ``None`` is skipped."""
 
 

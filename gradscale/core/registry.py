@@ -222,7 +222,7 @@ def all_collectives_for(group: object, timeout: float) -> list[Collectives]:
     return [collectives_for(one, timeout) for one in groups]
 
 
-def collectives_for(group: Any, timeout: float) -> Collectives:
+def collectives_for(group: object, timeout: float) -> Collectives:
     """Return the collectives of a group: the object itself if it has them, else its library's adapter's.
 
     Parameters

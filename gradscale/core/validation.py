@@ -142,7 +142,7 @@ def choices(name: str, value: object, options: tuple[_Choice, ...]) -> tuple[_Ch
     return tuple(option for option in options if option in chosen)
 
 
-def mapping(name: str, value: object, wanted: str = "a mapping") -> dict[Any, Any]:
+def mapping(name: str, value: object, wanted: str = "a mapping") -> dict[Any, object]:
     """Return a mapping as a new dict: a user's own may answer differently each time."""
     with reading(name):
         if isinstance(value, Mapping):

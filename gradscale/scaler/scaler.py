@@ -627,7 +627,7 @@ class GradScaler:
         forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
         return self.__dict__ | {"_parts": parts, "_iteration": (iteration.number, scaled, losses, steps)} | forgotten
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
+    def __setstate__(self, kept: Mapping[str, Any]) -> None:
         self.__dict__.update(kept)
         number, scaled, losses, steps = kept["_iteration"]
         self._assemble(kept["_parts"], kept["_enabled"], number, steps)

@@ -254,7 +254,7 @@ def _element(value: Any) -> object:
 
 
 def _read(
-    layout: _Layout, keys: dict[str, str], found: dict[str, Any], missing: dict[str, Any], given: dict[str, object]
+    layout: _Layout, keys: dict[str, str], found: dict[str, Any], missing: dict[str, object], given: dict[str, object]
 ) -> ForeignState:
     """Return the result for the numbers found under these keys; ``missing`` has the defaults of the other settings."""
     if layout.preset is StaticScale and found["is_dynamic"]:
