@@ -18,7 +18,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.messages import at_scale, shown
@@ -28,6 +28,9 @@ from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
 
 __all__ = ["JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_log"]
 __dir__ = __all__.copy
+
+LogRow: TypeAlias = dict[str, Any]
+"""A line of a log: plain values by name."""
 
 _RANK = "{rank}"
 
@@ -208,7 +211,7 @@ class TensorBoard:
             self._writer.add_scalar(f"{self._prefix}{name}", value, report.iteration)
 
 
-def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
+def row_of(report: UpdateReport | StepReport) -> LogRow:
     """Return a report as a line of a log, of plain values; a StepReport has no rank and no ``new_scale``."""
     steps = report.steps if isinstance(report, UpdateReport) else (report,)
     diagnosed = [step.overflow for step in steps if step.overflow is not None]
@@ -350,7 +353,7 @@ def _as_text(path: object) -> str:
     return where
 
 
-def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
     """Read a log that JSONLines has written, or another file of JSON objects, one a line.
 
     Parameters

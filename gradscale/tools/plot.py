@@ -12,7 +12,7 @@ from gradscale.core.validation import LARGEST_FLOAT16
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.extras import needs
 from gradscale.scaler.reports import StepReport, UpdateReport
-from gradscale.tools.callbacks import read_log, row_of
+from gradscale.tools.callbacks import LogRow, read_log, row_of
 from gradscale.tools.simulation import Simulation
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
     return _saved(figure, path)
 
 
-def _rows(history: Any) -> list[dict[str, Any]]:
+def _rows(history: Any) -> list[LogRow]:
     """Return the steps to draw, as rows of a log."""
     if isinstance(history, (str, os.PathLike)):
         rows = read_log(history)
@@ -162,7 +162,7 @@ def _rows(history: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _check(row: dict[str, Any], where: str) -> None:
+def _check(row: LogRow, where: str) -> None:
     """Raise if a row of a log cannot be drawn."""
     for name in ("scale", "new_scale"):
         scale: Any = row.get(name)

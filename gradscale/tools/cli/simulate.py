@@ -6,7 +6,7 @@ import ast
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich import print_json
@@ -17,7 +17,7 @@ from gradscale.errors import InvalidValueError
 from gradscale.policies import presets
 from gradscale.scaler.reports import HELD_NAMES
 from gradscale.tools import plot as plots
-from gradscale.tools.callbacks import read_log
+from gradscale.tools.callbacks import LogRow, read_log
 from gradscale.tools.cli.output import console, table
 from gradscale.tools.simulation import Gradients, Simulation, recorded
 from gradscale.tools.simulation import simulate as run_policy
@@ -88,7 +88,7 @@ def _read(trace: str) -> Gradients:
         raise InvalidValueError(msg) from None
 
 
-def _is_held(row: dict[str, Any], before: dict[str, Any]) -> bool:
+def _is_held(row: LogRow, before: LogRow) -> bool:
     """Tell whether a step was skipped for a spike or a refusal; that of a loop that left it out, by the counts."""
     if not row.get("skipped") or row.get("reason") is not None:
         return row.get("reason") in HELD_NAMES
@@ -97,7 +97,7 @@ def _is_held(row: dict[str, Any], before: dict[str, Any]) -> bool:
     return len(overflows) == len(counts) and overflows[0] == overflows[1]
 
 
-def _largest(row: dict[str, Any]) -> float:
+def _largest(row: LogRow) -> float:
     """Return the largest magnitude in a step: inf or 0 if the log says no more than whether it overflowed."""
     skipped, magnitude, where = row.get("skipped", row.get("overflow")), row.get("magnitude"), f"in line {row['line']}"
     if magnitude is None:
