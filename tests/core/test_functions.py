@@ -283,6 +283,8 @@ def test_values_come_in_the_dtypes_of_out_and_in_out_where_it_can_be_written(arr
         # A quotient that float16 does not hold.
         got, _ = unscale_out(arrays, [arrays.asarray([2.0**-14 + 2.0**-24], "float16")], [arrays.asarray([0.0])])
         arrays.assert_array(got[0], [2.0**-17 + 2.0**-27])
+    got, _ = unscale_out(arrays, [arrays.asarray([8.0], "complex64")], [arrays.asarray([0.0], "complex128")])
+    arrays.assert_array(got[0], [1.0], "complex128")
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ def assert_same_life(policy, counts: list[int]):
         numbers = following
         assert numbers == tuple(x.item() for x in arrays)
         assert [type(field) for field in numbers] == [float, int, int, int]
+        assert all(map(operator.le, numbers[1:], policy.largest_trackers))
 
 
 @pytest.mark.parametrize("name", [name for name in presets.names() if type(presets.named(name)) is DynamicScale])

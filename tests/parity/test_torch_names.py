@@ -175,7 +175,7 @@ def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any]):
         scaler = run.scaler
         scaler._init_scale, scaler._init_growth_tracker = 8.0, 1
         scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 4.0, 0.25, 2
-        told = [scaler.state_dict()]
+        told = [scaler.state_dict(), scaler._init_scale]
         for gradient in (1.0, float("nan"), 1.0):
             run.iterate(gradient)
             told.append(scaler.get_scale())
@@ -188,7 +188,7 @@ def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any]):
         late.scale(torch.ones(()))
         return [*told, scaler.state_dict(), late._get_growth_tracker()]
 
-    _, *scales, _, beyond = same(pair, script)
+    _, _, *scales, _, beyond = same(pair, script)
     assert (scales, beyond) == ([32.0, 8.0, 8.0, 8.0], 7)
     scaler = pair[0]("cpu")
     before = scaler.state_dict()
