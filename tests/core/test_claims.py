@@ -312,6 +312,36 @@ def test_of_settings_the_words_that_differ_are_told():
     assert not claims.difference({(rank,): told() | {"settings": [7, f"<Policy at {rank}>"]} for rank in range(3)})
 
 
+def test_of_ranks_at_other_calls_it_is_told_where_they_are_and_nothing_that_follows_from_it():
+    text = claims.difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Call.DIAGNOSIS, kind="Tree")})
+    assert [part.partition(":")[0] for part in text.split("; ")] == ["the call itself", "call of the iteration"]
+
+
+class Noting:
+    """A group of this process alone, which notes that somebody waits for its ranks."""
+
+    rank, size = 0, 1
+
+    def __init__(self, waited: list[Noting]):
+        self.waited = waited
+
+    def start_max(self, x: np.ndarray, /):
+        def finish() -> np.ndarray:
+            return x.copy()
+
+        vars(finish)["wait"] = lambda: self.waited.append(self)
+        return finish
+
+
+def test_a_read_waits_for_the_ranks_of_each_group_of_a_list():
+    waited: list[Noting] = []
+    groups = [Noting(waited), Noting(waited)]
+    step = Step(groups, 4.0)
+    waited.clear()
+    step.scaler.step(step.one)
+    assert waited[-2:] == groups
+
+
 def test_ranks_of_a_grid_are_told_by_their_rank_in_each_group():
     groups = grid_of_threads()
 
