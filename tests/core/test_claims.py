@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import Tree
+from optimizers import Grouped, Parameter, Tree
 from scenarios import grid_of_threads
 
 import gradscale
@@ -310,6 +311,28 @@ def test_of_settings_the_words_that_differ_are_told():
     assert claims.difference(held) == f"settings: growth_interval=7 on rank 0 | {texts[1]} on rank 1, 2"
     # Ranks may write one policy in several ways.
     assert not claims.difference({(rank,): told() | {"settings": [7, f"<Policy at {rank}>"]} for rank in range(3)})
+
+
+def test_an_optimizer_that_gains_parameters_or_a_name_on_one_rank_alone_is_a_difference():
+    def rank(group: ThreadCollectives, *, is_named: bool) -> str:
+        scaler, optimizer = ShardedGradScaler(group=group, init_scale=1.0, timeout=5.0), Grouped([np.ones(1)])
+        told = ""
+        for iteration in range(2):
+            scaler.scale(np.float32(1.0))
+            if iteration and group.rank == 0 and is_named:
+                scaler.name(optimizer, "critic")
+            elif iteration and group.rank == 0:
+                optimizer.param_groups.append({"params": [Parameter(np.ones(1))]})
+            try:
+                scaler.step(optimizer)
+                scaler.update()
+            except gradscale.ScaleDesyncError as error:
+                told = str(error)
+        return told
+
+    for is_named, held in ((True, "named 'critic'"), (False, "Grouped with 2 param_groups")):
+        for text in run_ranks(2, functools.partial(rank, is_named=is_named)):
+            assert f"name: {held} on rank 0 | Grouped with 1 param_groups on rank 1" in text
 
 
 def test_of_ranks_at_other_calls_it_is_told_where_they_are_and_nothing_that_follows_from_it():

@@ -56,6 +56,7 @@ def by_name():
         "other enumeration": Slope.FLAT,
         "class": Schedule,
         "NumPy's class": np.float32,
+        "class of the same name": type("float32", (), {}),
         "dataclass": Schedule(),
         "other dataclass": Schedule(Slope.STEEP),
     }
