@@ -90,4 +90,4 @@ def test_without_nccl_nccl4py_says_so():
     (found,) = json.loads(completed.stdout)["components"]
     assert (completed.returncode, found["status"]) == (1, "broken")
     assert "libnccl.so" in found["reason"]
-    assert found["command"].endswith("'cuda-bindings==13.*' nvidia-nccl-cu13")
+    assert found["reason"].endswith("'cuda-bindings==13.*' nvidia-nccl-cu13")
