@@ -13,6 +13,7 @@ from gradscale.core.gradients import Request
 from gradscale.core.messages import warn_caller
 from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.iteration import Stage
+from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step, within_the_step
 from gradscale.scaler.verdict import Pending
 from gradscale_torch import devices
@@ -31,7 +32,7 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         if step.closure is not None:
             # When the closure returns its gradients are unscaled and finite.
-            return _fused_attributes(optimizer, getattr(optimizer, "grad_scale", None), live.hooks.example())
+            return _fused_attributes(optimizer, getattr(optimizer, "grad_scale", None), _zero_for(optimizer, live))
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             warn_caller(
                 f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
@@ -99,6 +100,15 @@ def _fused_step(step: Step) -> Iterator[None]:
     if pending.is_late:
         pending.start_reading()
     _note_left_scaled(step)
+
+
+def _zero_for(optimizer: Any, live: LiveState) -> Tensor | None:
+    """Return a flag that makes the step; on the CPU for parameters there, as torch's wait for no copies to it."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if any(one.device == _CPU for one in parameters):
+        return torch.zeros((), dtype=torch.float32, device=_CPU)
+    zero: Tensor | None = live.hooks.example()
+    return zero
 
 
 @contextlib.contextmanager

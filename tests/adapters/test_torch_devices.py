@@ -263,12 +263,14 @@ def test_a_random_run_is_the_same_wherever_its_loss_and_its_gradients_are(place:
         assert repr(Life(seed, *place).lived()) == repr(Life(seed, "cpu", ("cpu", "cpu")).lived()), seed
 
 
-def test_a_closure_is_evaluated_again_on_devices_as_on_the_host():
+@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
+def test_a_closure_is_evaluated_again_on_devices_as_on_the_host(name: str):
     seen = []
     for home, devices in (*PLACES, ("cpu", ("cpu", "cpu"))):
-        run = Run(GradScaler(home, init_scale=2.0**20), "SGD", *devices, home=home)
-        run.scaler.step(run.optimizer, lambda run=run: run.give(1e34))
-        run.scaler.update()
+        run = Run(GradScaler(home, init_scale=2.0**20), name, *devices, home=home)
+        for _ in range(2):
+            run.scaler.step(run.optimizer, lambda run=run: run.give(1e34))
+            run.scaler.update()
         seen.append((run.held, run.report, run.scaler.state_dict()))
     assert all(one == seen[-1] for one in seen)
 
