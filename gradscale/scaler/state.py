@@ -51,8 +51,10 @@ class LiveState:
         # Fresh: nothing was scaled by the state, and no update adapted it, since it was made or loaded. Unused: no
         # gradients can be scaled, since nothing ever was, or since an iteration was given up.
         self.is_fresh = self.is_unused = True
-        # A scale that the host knows, and the number of updates before it; 0 if it knows none.
+        # A scale that the host knows, and the number of updates before it; 0 if it knows none. And the smallest factor
+        # of an update since then, by any rule that was in force.
         self._seen = 0.0, 0
+        self._least_factor = _smallest_factor(policy)
         self.home: Namespace = None
         self.state: ScaleState | None = None
         self._use(backend)
@@ -180,7 +182,7 @@ class LiveState:
     def floor(self, state: ScaleState | None) -> float:
         """Return the smallest value that the scale of a state can have, as far as the host knows without a read."""
         scale, updates = self._seen
-        return scale * _smallest_factor(self.policy) ** (self.updates - updates) if state is self.state else 0.0
+        return scale * self._least_factor ** (self.updates - updates) if state is self.state else 0.0
 
     def is_one(self, state: ScaleState | None) -> bool:
         """Tell whether the scale of a state is 1, and stays so, as far as the host knows without a read."""
@@ -242,11 +244,12 @@ class LiveState:
         # The rule of another policy would be tried.
         self.policy = policy if getattr(changed, name) == getattr(policy, name) else changed
         self._largest = self._reachable(self.policy, self._largest)
+        self._least_factor = min(self._least_factor, _smallest_factor(self.policy))
 
     def load(self, policy: Policy, numbers: dict[str, float]) -> None:
         """Go on with another policy and other numbers."""
         self.is_fresh = True
-        self.policy = policy
+        self.policy, self._least_factor = policy, _smallest_factor(policy)
         self._largest = self._reachable(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
         self._note_replaced(numbers["scale"])
         self._replace(numbers)

@@ -611,6 +611,16 @@ def test_gradients_are_read_twice_only_where_steps_since_a_verdict_may_have_lowe
     assert len(calls) == passes
 
 
+def test_a_backoff_factor_that_was_in_force_counts_for_the_scale_that_may_be_there():
+    run = Run(GradScaler("cuda", init_scale=4.0, backoff_factor=0.125), "AdamW-fused", "cuda")
+    run.iterate(math.inf)
+    run.scaler.set_backoff_factor(0.9)
+    # Finite, until they are divided by the scale, which the host has not seen.
+    run.put(3e38)
+    run.step()
+    assert (run.held, run.report.skipped, run.report.scale) == ([[1.0] * 5], True, 0.5)
+
+
 def unscaled_by_functions(_, run: Run):
     grads, state = [parameter.grad for parameter in run.parameters], run.scaler._scale
     return gradscale.unscale(grads, gradscale.StaticScale(0.25).init(state), out=grads)[1]
