@@ -35,6 +35,8 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 _EPSILON = 1e-6
 # Elements; smaller tensors are joined before their squares are summed, which costs less than a call for each.
 _SMALL = 1 << 14
+# A sum of squares above it has lost nothing to those that float32 has no number for.
+_SMALLEST_SQUARE = 1e-20
 # As many on a device, whose memory joined ones take once more.
 _JOINED = 1 << 16
 
@@ -549,9 +551,9 @@ def _sum_of_one_device(device: torch.device, tensors: list[Tensor]) -> Tensor:
         joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]
         joined += [tensor for tensor in tensors if tensor.numel() > _SMALL]
         total = functools.reduce(torch.add, [_square(tensor).double() for tensor in joined])
-        if math.isfinite(total.item()):
+        # Float32 overflows at norms above 1.8e19, and has no numbers for some squares at scales below 1.
+        if _SMALLEST_SQUARE < total.item() < math.inf:
             return total
-        # Float32 overflows at tensors whose norm is above 1.8e19.
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=_widest(device))).square().sum()
 
 

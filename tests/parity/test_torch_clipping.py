@@ -167,12 +167,13 @@ def test_float16_gradients_are_clipped_where_torch_and_optax_make_zeros_of_them(
     ("dtype", "factor", "scale"),
     [
         *[("float32", 1e20, 65536.0), ("float32", 1e15, 65536.0), ("float32", 1e30, 1.0)],
+        ("float32", 1.0, 2.0**-83),
         *[("float64", 1e30, 65536.0), ("float64", 1e36, 65536.0), ("float64", 1e200, 65536.0)],
         ("bfloat16", 1e30, 65536.0),
     ],
     ids=str,
 )
-def test_norms_whose_squares_overflow_do_not_wipe_out_the_gradients(
+def test_norms_whose_squares_float32_does_not_hold_do_not_wipe_out_the_gradients(
     dtype: str, factor: float, scale: float, max_norm: float
 ):
     run = model(GradScaler("cpu", init_scale=scale), [dtype], factor)
