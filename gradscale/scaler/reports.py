@@ -346,16 +346,20 @@ class Tally:
     def restart(self, counts: Mapping[str, int]) -> None:
         """Go on from saved counts."""
         self.counts = {name: counts.get(name, 0) for name in _NAMES}
-        self.row, self._warn_at = Row(), self._warn_after
+        self._begin_row(0)
+
+    def _begin_row(self, made_in: int) -> None:
+        """Count anew after a step that was made in an iteration, whose other steps are no row either."""
+        self.row, self._warn_at, self._made_in = Row(), self._warn_after, made_in
 
     def note(self, step: StepReport) -> None:
         """Count a step."""
         name = step.reason if step.skipped else "taken"
         self.counts = {**self.counts, name: self.counts[name] + 1}
-        if step.skipped:
+        if not step.skipped:
+            self._begin_row(step.iteration)
+        elif step.iteration != self._made_in:
             self.row = self.row.plus(step)
-        elif self.row.length:
-            self.row, self._warn_at = Row(), self._warn_after
 
     @property
     def has_to_give_up(self) -> bool:
