@@ -518,7 +518,7 @@ class Iteration:
         # Without a verdict the scale has to be read.
         before = steps[0].scale if steps else verdicts[0].scale if verdicts else live.scale()
         # A closure that overflows at every scale reads its verdict at a lower scale than the update starts from.
-        is_read = len(verdicts) == len(pending) > 0 and not any(step.retries for step in self.steps)
+        is_read = len(verdicts) == len(pending) > 0 and pending[-1].state is (self.state or live.state)
         known = pending[-1].numbers if is_read and self.lowered is None and self.is_of_live_state else None
         # Computed from what was read, which spares a read.
         read = [verdict.nonfinite for verdict in verdicts if verdict.moves_scale]
