@@ -22,8 +22,6 @@ from gradscale import (
 pytestmark = pytest.mark.jax
 
 POLICY = DynamicScale()
-# 1 is an overflow.
-SEQUENCE = (0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0)
 
 
 def squares(parameters, x):
@@ -33,54 +31,6 @@ def squares(parameters, x):
 
 def first(policy=POLICY):
     return policy.init(jnp.zeros(()))
-
-
-def fields(state) -> list[float]:
-    return [float(field) for field in state]
-
-
-@pytest.mark.tier("ranks")
-def test_eager_jit_and_scan_follow_the_policy_to_the_bit():
-    # Two trackers move; each rule in a compiled function is in test_traces.
-    policy = DynamicScale(growth_factor=4.0, hysteresis=3, growth_interval=2, hysteresis_refill=("growth",))
-    parameters = {"w": jnp.asarray([1.5, -2.0, 3.0])}
-    run = gradscale_jax.value_and_grad(squares, policy)
-    inputs = jnp.where(jnp.asarray(SEQUENCE)[:, None] == 1, jnp.inf, jnp.ones((1, 3)))
-    expected, state = [], policy.init(np.zeros(()))
-    for overflow in SEQUENCE:
-        state = policy.update(state, nonfinite=np.asarray(overflow, dtype=np.int32))
-        expected.append(fields(state))
-
-    checkpointed = gradscale_jax.value_and_grad(jax.checkpoint(squares), policy)
-    for step in (run, jax.jit(run), jax.jit(checkpointed)):
-        state, followed = first(policy), []
-        for overflow, x in zip(SEQUENCE, inputs, strict=True):
-            scaled = step(state, parameters, x)
-            state = scaled.state
-            followed.append(fields(state))
-            assert bool(scaled.verdict.finite) is not bool(overflow)
-            if not overflow:
-                assert (scaled.grads["w"].tolist(), float(scaled.value)) == ([3.0, -4.0, 6.0], 15.25)
-        assert followed == expected
-
-    def body(state, x):
-        scaled = run(state, parameters, x)
-        return scaled.state, (scaled.state, scaled.verdict.finite)
-
-    _, (states, finite) = jax.lax.scan(body, first(policy), inputs)
-    assert [fields(one) for one in zip(*states, strict=True)] == expected
-    assert finite.tolist() == [overflow == 0 for overflow in SEQUENCE]
-
-
-def test_vmap_gives_each_model_a_scale_of_its_own():
-    policy = DynamicScale(growth_interval=1)
-    run = gradscale_jax.value_and_grad(squares, policy)
-    states = jax.tree.map(lambda *xs: jnp.stack(xs), *(first(policy) for _ in range(3)))
-    parameters = {"w": jnp.asarray([[1.0], [2.0], [3.0]])}
-    scaled = jax.jit(jax.vmap(run))(states, parameters, jnp.asarray([[1.0], [math.inf], [1.0]]))
-    assert scaled.verdict.finite.tolist() == [True, False, True]
-    assert scaled.state.scale.tolist() == [2.0**17, 2.0**15, 2.0**17]
-    assert scaled.grads["w"].tolist()[::2] == [[2.0], [6.0]]
 
 
 def test_several_arguments_auxiliary_data_and_keywords():
@@ -123,18 +73,6 @@ def test_the_scale_fits_into_the_dtype_of_the_loss(dtype: str, scale: float, aft
         assert (scaled.value.dtype, float(scaled.value)) == (dtype, 0.0625)
         assert scaled.grads["w"].tolist() == [0.25]
         assert float(state.scale) == after * (1 if dtype == "float16" else 2.0**growth)
-
-
-@pytest.mark.tier("ranks")
-def test_value_and_grad_in_float64():
-    with x64_mode(True):
-        policy = DynamicScale(growth_interval=1)
-        w = jnp.asarray([1.0 / 3.0], dtype=jnp.float64)
-        run = jax.jit(gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy))
-        scaled = run(policy.init(w), w)
-        assert (scaled.value.dtype, scaled.grads.dtype) == (jnp.float64, jnp.float64)
-        assert (scaled.grads.tolist(), float(scaled.state.scale)) == ([2.0 / 3.0], 2.0**17)
-        assert int(run(policy.init(w), w * math.inf).verdict.nonfinite) == 1
 
 
 def test_integer_parameters_are_refused_or_passed_by():

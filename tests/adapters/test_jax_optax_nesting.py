@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from axes import require
 from axes_jax import gradscale_jax, jax, jnp
-from optax_runs import optax
 
 import gradscale
 
+optax = require("optax")
 pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 POLICY = gradscale.DynamicScale(init_scale=1024.0)

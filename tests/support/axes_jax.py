@@ -11,8 +11,8 @@ import pytest
 from axes import require
 
 __all__ = [
-    *("COUNT", "P", "assert_one_reduction", "devices", "gradscale_jax", "jax", "jnp", "mesh", "on_mesh"),
-    "x64_mode",
+    *("COUNT", "P", "assert_close", "assert_one_reduction", "assert_same_bits", "devices", "gradscale_jax", "jax"),
+    *("jnp", "mesh", "on_mesh", "x64_mode"),
 ]
 
 COUNT = 4
@@ -48,6 +48,26 @@ def assert_one_reduction(mapped, *given):
     compiled = jax.jit(mapped).lower(*given).compile().as_text()
     (found,) = (line for line in compiled.splitlines() if " all-reduce(" in line or " all-reduce-start(" in line)
     assert "s32[21]" in found
+
+
+def assert_same_bits(left, right):
+    """Compare trees leaf by leaf: structure, dtype, shape, and every bit but the payload of a NaN."""
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True):
+        where = jax.tree_util.keystr(path)
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), where
+        if a.dtype.kind == "f":
+            np.testing.assert_array_equal(np.signbit(a), np.signbit(b), err_msg=where)
+        np.testing.assert_array_equal(a, b, err_msg=where)
+
+
+def assert_close(left, right):
+    """Compare trees up to float32's rounding, which a compiler's fused multiply-adds change; integers exactly."""
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_allclose(a, b, rtol=2e-5 if a.dtype.kind == "f" else 0, atol=2e-7)
 
 
 def x64_mode(enabled: bool) -> AbstractContextManager[None]:
