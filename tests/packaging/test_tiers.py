@@ -31,7 +31,8 @@ def test_shell(arrays): ...
 def test_marked(): ...
 """
 FIRST = {"shell[numpy]", "shell[strict]"}
-OTHERS = {f"shell[{name}]" for name in ("numpy-readonly", "torch", "torch-core", "dask", "jax")}
+STANDARDS = "strict-2024.12", "strict-2023.12"
+OTHERS = {f"shell[{name}]" for name in ("numpy-readonly", "torch", "torch-core", "dask", "jax", *STANDARDS)}
 QUICK = {"world[threads]", "world[gloo-early]", *FIRST}
 RANKS = QUICK | OTHERS | {"world[mpi]", "marked"}
 
