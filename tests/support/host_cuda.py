@@ -30,6 +30,7 @@ _READS = {
     *(aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten._coalesce.default),
     *(aten.masked_select.default, aten._unique2.default, aten.is_nonzero.default),
 }
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _GET_GRADIENT, _SET_GRADIENT = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 _READS_OF_PYTHON = (Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__)
 _MAKES_FROM_PYTHON = (torch.tensor, torch.asarray, torch.as_tensor)
@@ -178,6 +179,8 @@ class HostCuda:
     def _launched(self, func, args, kwargs):
         """Run a kernel, or record it where a graph is captured."""
         graph = self.graph
+        if func is _UNSCALE:
+            _require_kernel(*args)
         if graph is None:
             return func(*args, **kwargs)
         given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
@@ -249,6 +252,16 @@ class HostCuda:
         elif self.graph is not None:
             msg = "a graph would read memory of the host that has other owners by then"
             raise AssertionError(msg)
+
+
+def _require_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor):
+    """Refuse bfloat16, and take float64 that float32 cannot hold for infinite, as CUDA's kernel does."""
+    if any(one.dtype is torch.bfloat16 for one in tensors):
+        msg = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+        raise NotImplementedError(msg)
+    wide = [one.float() for one in tensors if one.dtype is torch.float64]
+    if wide:
+        _UNSCALE(wide, flag, factor)
 
 
 def _is_of_host(x) -> bool:
