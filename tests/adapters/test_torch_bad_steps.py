@@ -117,18 +117,6 @@ def test_a_captured_graph_judges_and_learns_in_each_replay(cuda):
     assert run.report.reason == "stepped"
 
 
-def test_the_losses_of_a_step_that_is_not_judged_are_not_the_next_optimizers():
-    scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(of="loss", above=100.0))
-    refused, after = Small(scaler), Small(scaler)
-    scaler.scale(torch.full((), 1e4))
-    refused.give(1.0)
-    scaler.refuse(refused.optimizer)
-    scaler.step(refused.optimizer)
-    after.give(1.0)
-    scaler.step(after.optimizer)
-    assert after.report.reason == "stepped"
-
-
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
 def test_looks_at_gradients_are_not_warned_of_and_keep_the_spike_of_their_norm(name: str):
     run = Small(GradScaler("cpu", skip=gradscale.SkipSpikes(of="norm", above=10.0)), name)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -93,17 +92,8 @@ def test_other_mistakes_are_those_of_a_scaler():
         StepGuard(group=3)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))])
-def test_a_copy_goes_on_as_the_original(copied: Callable[[StepGuard], StepGuard]):
-    guard, optimizer = StepGuard(skip=RULE, give_up_after=3), Tree()
-    for _ in range(5):
-        iterate(guard, optimizer, 1.0)
-    other, twin = copied(guard), Tree()
-    assert (type(other), repr(other)) == (StepGuard, repr(guard))
-    assert repr(guard).startswith("StepGuard(skip=SkipSpikes(window=8")
-    for one, its in ((guard, optimizer), (other, twin)):
-        assert iterate(one, its, 1.0, 50.0).reason == "spike"
-    assert other.state_dict() == guard.state_dict()
+def test_a_guard_shows_its_rule():
+    assert repr(StepGuard(skip=RULE)).startswith("StepGuard(skip=SkipSpikes(window=8")
 
 
 @pytest.mark.parametrize("is_met", [False, True], ids=["new", "used"])

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import lives
 import pytest
-from tiers import examples
-from worlds import ProcessWorld, ThreadWorld, agree
+from axes import require
+from tiers import examples, later
+from worlds import ThreadWorld, agree
 
-# Some iterations do not call scale().
-pytestmark = [pytest.mark.numpy, pytest.mark.filterwarnings(r"ignore:scale\(\) was not called:UserWarning")]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_random_life_alone_is_the_models(seed: int):
-    counts = lives.live(None, examples(5_000), seed)["counts"]
-    assert min(counts[name] for name in (*lives.CALLS, "skipped", "stepped")) > 0
-    assert min(counts[f"{name} refused"] for name in ("unscale", "step", "update", "resume")) > 0
+# Some iterations do not call scale(), and some steps have nothing that a rule for spikes could judge.
+pytestmark = [
+    pytest.mark.numpy,
+    pytest.mark.filterwarnings(r"ignore:scale\(\) was not called:UserWarning", "ignore:skip= judges:UserWarning"),
+]
+LIBRARIES = ["numpy", "strict", pytest.param("torch", marks=pytest.mark.torch)]
 
 
-def test_a_random_life_is_the_models_on_every_rank(world: ThreadWorld | ProcessWorld):
-    agree(world, lives.live, [(2_000 if isinstance(world, ThreadWorld) else 4_000, 7)])
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("seed", [0, *later("all", *range(1, 10))])
+def test_a_random_life_alone_is_the_models(seed: int, library: str):
+    require(library)
+    counts = lives.live(None, examples(15_000 if library == "numpy" else 3_000), seed, library)["counts"]
+    if library == "numpy":
+        raised = ("unscale", "refuse", "step", "minimise", "update", "resume")
+        reasons = ("stepped", "overflow", "spike", "refused", "closure steps", "closure skips", "closure has begun")
+        named = (*lives.CALLS, *lives.ENDS, *reasons, *(f"{name} raises" for name in raised))
+        assert min((counts[name], name) for name in named) > (0, "")
+
+
+@pytest.mark.parametrize("library", ["numpy", *later("ranks", "torch")])
+def test_a_random_life_is_the_models_on_every_rank(world, library: str):
+    require(library)
+    agree(world, lives.live, [(examples(4_000) if isinstance(world, ThreadWorld) else 4_000, 7, library)])

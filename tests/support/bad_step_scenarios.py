@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
-from scenarios import Counting, Trainer, loss, raised, rank_and_size
+from scenarios import Trainer, loss, raised, rank_and_size
 
 import gradscale
 
@@ -57,18 +54,6 @@ def bad_on(group, bad_rank: int, reason: str, library: str, explicit: bool):
     return trainer.scaler.state_dict()
 
 
-def gravest(group, library: str):
-    """Let the first rank see a spike, the second refuse the step and then the last have an overflow."""
-    rank, size = rank_and_size(group)
-    trainer = trained(group, library, 5, init_scale=4.0)
-    value = 50.0 if rank == 0 else 1.0
-    refused = iterate(trainer, value, refuses=rank == 1)
-    overflow = iterate(trainer, value, refuses=rank == 0, gradient=np.inf if rank == size - 1 else 1.0)
-    assert (refused.reason, refused.by, overflow.reason, overflow.by) == ("refused", 1, "overflow", size - 1)
-    assert trainer.scaler.get_scale() == 2.0
-    return trainer.scaler.state_dict()
-
-
 def counted(group, bad_rank: int):
     """Let one rank have an overflow, see a spike and refuse a step."""
     rank, _ = rank_and_size(group)
@@ -98,17 +83,6 @@ def another_rule(group, odd_rank: int) -> str:
     rule = gradscale.SkipSpikes(window=9) if rank == odd_rank else RULE
     error = raised(gradscale.ScaleDesyncError, lambda: trained(group, "numpy", 1, skip=rule))
     return str(error).partition("settings: ")[2]
-
-
-def refused_too_late(group):
-    """Refuse a step of which the other ranks have heard, which is then made."""
-    trainer = trained(group, "numpy", 1, skip=None)
-    scaler, (optimizer,) = trainer.scaler, trainer.optimizers
-    trainer.refill()
-    scaler.unscale_(optimizer)
-    raised(gradscale.CallOrderError, lambda: scaler.refuse(optimizer), "has told the other ranks")
-    scaler.step(optimizer)
-    assert scaler.last_step(optimizer).reason == "stepped"
 
 
 def declined(group, bad_rank: int | None, library: str):
@@ -141,33 +115,8 @@ def declined(group, bad_rank: int | None, library: str):
     return said
 
 
-class Momentum:
-    """SGD with momentum, of NumPy."""
-
-    def __init__(self):
-        self.weights, self.momentum = np.ones(3, np.float32), np.zeros(3, np.float32)
-        self.grads: Any = None
-
-    def step(self):
-        """Move the weights."""
-        self.momentum = np.float32(0.9) * self.momentum + self.grads[0]
-        self.weights = self.weights - np.float32(0.1) * self.momentum
-
-
 def _guarded_parts(group, library: str, **settings):
     """Return a guard, an optimizer, what sets its gradient from a number, and what returns its weights as bytes."""
-    if library == "numpy":
-        small = Momentum()
-
-        def give(value: float):
-            small.grads = [small.weights * np.float32(value)]
-
-        return (
-            gradscale.StepGuard(group=group, timeout=TIMEOUT, **settings),
-            small,
-            give,
-            lambda: small.weights.tobytes(),
-        )
     import torch
 
     import gradscale_torch
@@ -188,7 +137,7 @@ def guarded(group, bad_rank: int, bad: str, library: str):
     """Give one rank a bad batch: the weights are to the bit those of a run without it, and the guard can be resumed."""
     rank, size = rank_and_size(group)
     guard, optimizer, give, weights = _guarded_parts(group, library, skip=RULE, give_up_after=2)
-    _, plain, give_plain, plain_weights = _guarded_parts(None if library == "numpy" else group, library)
+    _, plain, give_plain, plain_weights = _guarded_parts(group, library)
     for number in range(12):
         is_bad = number == 7
         is_bad_here = is_bad and rank == bad_rank
@@ -222,58 +171,3 @@ def guarded(group, bad_rank: int, bad: str, library: str):
         else:
             guard.update()
     return guard.counts(), size
-
-
-def left_out(group, bad_rank: int, reason: str):
-    """Let the bad rank alone leave out a step that no rank makes, beside two that all make."""
-    rank, _ = rank_and_size(group)
-    trainer = trained(group, "numpy", 5, init_scale=4.0)
-    scaler, (optimizer,) = trainer.scaler, trainer.optimizers
-    is_bad = rank == bad_rank
-    scaler.scale(loss("numpy", 50.0 if is_bad and reason == "spike" else 1.0))
-    trainer.fill(np.inf if is_bad and reason == "overflow" else 4.0)
-    scaler.unscale_(optimizer)
-    if not is_bad:
-        scaler.step(optimizer)
-    # Each rank may resume from a state of its own.
-    before = scaler.state_dict()
-    scaler.update()
-    for _ in range(2):
-        assert iterate(trainer, 1.0).reason == "stepped"
-    saved = scaler.state_dict()
-    assert saved["spikes"][0]["loss"]["values"] == [1.0] * 7
-    return before, saved
-
-
-def losses_of(rank: int, steps: int) -> Iterator[float]:
-    """Return the losses of a rank: noise around levels that jump, equal ones for a while, and rare spikes."""
-    generator = np.random.default_rng(rank)
-    level = 2.0
-    for step in range(steps):
-        if generator.random() < 0.002:
-            level = float(generator.uniform(0.5, 20.0))
-        noise = 0.0 if step % 500 > 400 else generator.normal() * 0.05
-        yield float(np.float32(level + noise + (30.0 if generator.random() < 0.01 else 0.0)))
-
-
-def decisions(group, library: str, steps: int) -> list[tuple[str, int | None]]:
-    """Return how each of many steps with other losses on each rank ended; one message each."""
-    counting = Counting(group)
-    trainer = trained(counting, library, policy=gradscale.StaticScale(1.0))
-    reports = [iterate(trainer, value) for value in losses_of(counting.rank, steps)]
-    # One more compares the versions, unless another scaler has done so.
-    assert len(counting.sent) in (steps, steps + 1)
-    return [(report.reason, report.by) for report in reports]
-
-
-def expected(size: int, steps: int) -> list[tuple[str, int | None]]:
-    """Return the same from the pure rule, for all ranks in one process."""
-    states = [RULE.init(like=np.float32(0.0)) for _ in range(size)]
-    found: list[tuple[str, int | None]] = []
-    for losses in zip(*(losses_of(rank, steps) for rank in range(size)), strict=True):
-        arrays = [np.asarray(loss, np.float32) for loss in losses]
-        seen = [rank for rank in range(size) if RULE.judge(states[rank], arrays[rank])]
-        skipped = np.asarray(len(seen) > 0)
-        states = [RULE.learn(state, loss, skipped=skipped) for state, loss in zip(states, arrays, strict=True)]
-        found.append(("spike", seen[0]) if seen else ("stepped", None))
-    return found

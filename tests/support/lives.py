@@ -1,104 +1,486 @@
 """A scaler's random life, held to a plain model in each of its calls: alone, or on every rank of a group.
 
-Legal and illegal calls on several optimizers: overflows on one rank, steps that are left out or come twice, clipping,
-scales and settings that are set, state dicts that are loaded, pickles and copies. All ranks draw the same life, and a
-fault is one rank's.
+Legal and illegal calls on several optimizers of one scaler: overflows, spikes and refusals on one rank, steps that are
+left out, come twice or are declined by the optimizer, closures, clipping, scales and settings that are set, state dicts
+that are loaded, pickles and copies. All ranks draw the same life, and what is bad is one rank's.
 """
 
 from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
+import functools
+import importlib
 import json
 import math
 import pickle
 import random
-from collections.abc import Callable
-from typing import Any
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from scenarios import SGD, rank_and_size
 
 import gradscale
+from gradscale import DynamicScale, SkipSpikes, StaticScale, StepReport, UpdateReport
 
-__all__ = ["Model", "live"]
+__all__ = ["CALLS", "ENDS", "live"]
 
 OPTIMIZERS = 3
-VALUES = (1.0, -2.0, 0.25)
+VALUES = (1.0, 1.0, -2.0, 0.25)
 BAD = (math.inf, -math.inf, math.nan)
 MAX_NORM = 0.5
-LOWEST, HIGHEST = 2.0**-126, 2.0**127
-# How often each call is drawn.
-CALLS = {"backward": 4, "unscale": 5, "step": 8, "update": 5, "set_scale": 0.1, "resume": 0.5, "change_setting": 0.2}
+# How often each call is drawn, and after how many a life ends.
+CALLS = ("backward", "unscale", "refuse", "step", "minimise", "update", "set_scale", "resume", "change_setting")
+OFTEN = (4.0, 7.0, 0.8, 8.0, 1.0, 5.0, 0.1, 1.0, 0.2)
+LENGTH = 200
+ORDER = "The right order: scale(loss), backward pass, unscale_(optimizer) if wanted, step(optimizer), update()"
+# What an update may end in, beside nothing.
+ENDS = ("ScaleUnderflowError", "TrainingStalledError", "TrainingStalledWarning")
+
+POLICIES = [
+    DynamicScale(growth_interval=5),
+    DynamicScale(growth_interval=2, init_scale=2.0**14, min_scale=2.0**12, at_min="raise"),
+    DynamicScale(
+        init_scale=512.0, growth_factor=1.5, backoff_factor=0.3, growth_interval=2, min_scale=0.1, hysteresis=2
+    ),
+    DynamicScale(growth_interval=2, growth_after="first_interval_plus_one", max_scale=2.0**20, at_min="hold"),
+    DynamicScale(tolerance=0.3, growth_interval=3),
+    gradscale.presets.chainer(growth_interval=5, init_scale=64.0),
+    StaticScale(8.0),
+    # As a StepGuard.
+    StaticScale(1.0),
+]
+RULES = [
+    SkipSpikes(window=5, min_values=2, of="loss", patience=1),
+    SkipSpikes(window=3, deviations=2.9, of="norm", sides="both", patience=0),
+    SkipSpikes(window=3, min_values=2, deviations=5.3, learns_from_skipped=True),
+    SkipSpikes(of=("norm", "loss"), above=9.0),
+]
+
+
+class Memory:
+    """What one rank's rule for spikes remembers: the values of each optimizer, in the order of their first judgements.
+
+    ``saved`` is as in a state dict. A copy, or a scaler that has loaded it, gives these to its optimizers in turn.
+    """
+
+    def __init__(self, rule: SkipSpikes | None):
+        self.rule, self.saved, self.owners = rule, [], []
+
+    def load(self, saved):
+        """Go on with saved values."""
+        self.saved = copy.deepcopy(saved)
+        for position in range(len(self.owners)):
+            self._restore(position)
+
+    def _restore(self, position: int):
+        """Take over of what was saved what the rule can use."""
+        found, kept = (self.saved[position : position + 1] or [{}])[0], {}
+        for name in self.rule.of:
+            one = found.get(name, {"values": [], "skipped": 0})
+            values, skipped = one["values"][-self.rule.window :], min(one["skipped"], self.rule.patience)
+            kept[name] = {"values": values, "skipped": skipped}
+        self.saved[position : position + 1] = [kept]
+
+    def of(self, k: int) -> dict[str, Any]:
+        """Return the values of an optimizer by quantity."""
+        if k not in self.owners:
+            self.owners.append(k)
+            self._restore(len(self.owners) - 1)
+        return self.saved[self.owners.index(k)]
+
+    def finds_spike(self, k: int, found: dict[str, float | None]) -> bool:
+        """Tell whether a value is a spike beside those before; None is no value."""
+        rule, known = self.rule, {name: found[name] for name in self.rule.of if found[name] is not None}
+        told = []
+        for name, x in known.items():
+            before = self.of(k)[name]["values"]
+            if rule.above is not None:
+                told.append(not (math.isfinite(x) and x <= rule.above))
+            elif len(before) >= rule.min_values:
+                far = x - statistics.fmean(before)
+                far = abs(far) if rule.sides == "both" else far
+                told.append(not (math.isfinite(x) and far <= rule.deviations * statistics.stdev(before)))
+        return any(told)
+
+    def learn(self, k: int, found: dict[str, float | None], is_spike: bool):
+        """Learn from a step that was made, or skipped for a spike; after some of these in a row from them, too."""
+        rule = self.rule
+        if all(found[name] is None for name in rule.of):
+            return
+        for name, one in self.of(k).items():
+            x = found[name]
+            is_value = x is not None and math.isfinite(x)
+            if is_value and (not is_spike or rule.learns_from_skipped or one["skipped"] >= rule.patience):
+                one["values"] = [*one["values"], x][-rule.window :]
+            if is_spike:
+                one["skipped"] = min(one["skipped"] + 1, rule.patience)
+            elif is_value:
+                one["skipped"] = 0
+
+
+class Losses(NamedTuple):
+    """The losses on each rank of several calls, and whether an optimizer was judged by them: the next are another's."""
+
+    each: Sequence[Sequence[float]] = ()
+    is_used: bool = False
+
+
+@dataclasses.dataclass
+class Turn:
+    """How far an optimizer is in its iteration, and why its step is skipped, if so: what all ranks agree on."""
+
+    stage: str = "ready"
+    reason: str = "stepped"
+    # The lowest rank with the reason, and the scale that gradients were divided by.
+    by: int | None = None
+    scale: float = 0.0
+    bad: Sequence[bool] = ()
+    refused: set[int] = dataclasses.field(default_factory=set)
+    # On each rank, what the rule for spikes has judged.
+    found: Sequence[dict[str, float | None] | None] = ()
+    is_idle = is_declined = is_left_out = is_at_min = by_closure = has_begun = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step was made or skipped; one that all skip may be left out."""
+        return self.stage == "stepped" or (self.stage == "unscaled" and self.reason not in ("stepped", "no gradients"))
 
 
 class Model:
-    """What a scaler does, as plainly as it can be said."""
+    """What a scaler does, as plainly as it can be said. The pure functions of its policy adapt the scale."""
 
-    def __init__(self, size: int, has_group: bool):
-        self.scale, self.run, self.iteration = 2.0**16, 0, 1
-        self.growth, self.backoff, self.interval = 2.0, 0.5, 5
-        # Whether another rank may have scaled; whether nothing ever was, or since a load; and in this iteration.
-        self.has_group, self.is_new, self.is_unused, self.is_fresh, self.is_scaled = has_group, True, True, True, False
-        # By optimizer: the gradient on each rank, how far it is in its iteration, and whether one is bad.
-        self.gradients = [[0.0] * size for _ in range(OPTIMIZERS)]
+    def __init__(self, rank: int, size: int, has_group: bool, policy, settings: dict[str, Any]):
+        self.rank, self.size, self.policy, self.state = rank, size, policy, policy.init(np.float32(0.0))
+        self.iteration, self.steps, self.counts = 1, 0, dict.fromkeys(("taken", "overflow", "spike", "refused"), 0)
+        # Whether another rank may have scaled; whether nothing ever was, or since a load or by this state.
+        self.has_group, self.is_new, self.is_unused, self.is_fresh = has_group, True, True, True
+        # By optimizer the gradient on each rank, None for none.
+        self.gradients: list[list[float | None]] = [[0.0] * size for _ in range(OPTIMIZERS)]
+        self.configure(settings)
         self.begin()
+
+    def configure(self, settings: dict[str, Any]):
+        """Begin as a scaler with some settings."""
+        self.settings = settings
+        self.memories = [Memory(settings["skip"]) for _ in range(self.size)]
+        self.history: collections.deque[StepReport] = collections.deque(maxlen=settings["history_size"])
+        # Whether there was an array, of whose library the state is.
+        self.has_array = False
+        self.restart()
+
+    def restart(self):
+        """Count the iterations in a row whose every step is skipped from here on."""
+        self.row, self.warn_at = [], self.settings["warn_after"]
 
     def begin(self):
         """Begin an iteration."""
-        self.stages = ["ready"] * OPTIMIZERS
-        self.bad, self.idle = [False] * OPTIMIZERS, [False] * OPTIMIZERS
+        # The turns of optimizers, in the order in which they are met; the reports of steps; on each rank, the losses.
+        self.turns: dict[int, Turn] = collections.defaultdict(Turn)
+        self.reports: list[StepReport] = []
+        self.losses = Losses()
+        # The state that the loss was scaled with last, which gradients are divided by, and the one after closures.
+        self.used = self.lowered = None
+
+    @property
+    def scale(self) -> float:
+        """The scale of the next loss."""
+        return float(self.state.scale)
+
+    @property
+    def never_scales(self) -> bool:
+        """Whether the scale is 1 for good."""
+        return isinstance(self.policy, StaticScale) and self.scale == 1.0
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether this is the middle of an iteration."""
+        return any(turn.stage != "ready" or self.rank in turn.refused for turn in self.turns.values())
+
+    def scaled(self, losses: list[float] | None, lowered=None):
+        """Scale a loss on each rank, by which the next optimizer is judged; None for something else."""
+        if lowered is None:
+            # The losses before were those of an iteration that a load has given up.
+            self.losses = Losses() if self.is_fresh and self.used is not None else self.losses
+            self.used = self.state
+        self.is_new, self.is_unused, self.is_fresh, self.has_array = False, False, False, True
+        if losses is not None:
+            self.losses = Losses([*([] if self.losses.is_used else self.losses.each), losses])
 
     def may_unscale(self, k: int) -> bool:
         """Tell whether gradients may be unscaled: after a load zeros alone, or those of a loss that was scaled."""
-        if self.is_scaled or not self.is_fresh:
+        turn, held = self.turns[k], [value for value in self.gradients[k] if value is not None]
+        turn.is_idle = False
+        if self.used is not None or not self.is_fresh or turn.refused:
             return True
-        if self.scale == 1.0 and (self.has_group or not self.is_new):
+        if self.never_scales or (self.scale == 1.0 and (self.has_group or not self.is_new)):
             return True
-        self.idle[k] = not any(self.gradients[k]) and not self.is_new
-        return self.idle[k] or not self.is_unused
+        turn.is_idle = bool(held) and not any(held) and not self.is_new
+        return (not any(held) and not self.is_new) or not self.is_unused
 
-    def divided(self, k: int) -> list[float]:
-        """Return the gradients of all ranks, unscaled."""
-        with np.errstate(all="ignore"):
-            return [float(np.float32(value / self.scale)) for value in self.gradients[k]]
-
-    def divide(self, k: int):
+    def divide(self, k: int, state=None):
         """Unscale in float32: gradients that are unscaled again in a later iteration drift away."""
-        self.gradients[k] = self.divided(k)
-        self.bad[k] = not all(map(math.isfinite, self.gradients[k]))
-        self.stages[k] = "unscaled"
+        turn, state, self.is_new = self.turns[k], state or self.used or self.state, False
+        self.has_array = True
+        turn.scale, turn.is_at_min = float(state.scale), bool(self.policy.at_min_scale(state))
+        self.gradients[k] = [None if value is None else rounded(value / turn.scale) for value in self.gradients[k]]
+        turn.bad = [value is not None and not math.isfinite(value) for value in self.gradients[k]]
 
-    def update(self):
-        """End an iteration in which optimizers have been judged."""
-        judged = [k for k in range(OPTIMIZERS) if self.stages[k] != "ready" and not self.idle[k]]
-        self.is_fresh = self.is_fresh and not judged
-        if not judged:
-            pass
-        elif any(self.bad):
-            self.scale, self.run = max(self.scale * self.backoff, LOWEST), 0
+    def judge(self, k: int, norm: float | None = None):
+        """Judge unscaled gradients: an overflow comes before a refusal, that before a spike. The scale's is later."""
+        turn, ranks = self.turns[k], range(self.size)
+        turn.stage = "unscaled"
+        spikes: list[int] = []
+        if self.settings["skip"] is not None:
+            if not turn.has_begun:
+                means = [*map(mean, zip(*self.losses.each, strict=True))] or [None] * self.size
+                turn.found = [None if rank in turn.refused else {"loss": means[rank], "norm": norm} for rank in ranks]
+                spikes = [
+                    rank for rank in ranks if turn.found[rank] and self.memories[rank].finds_spike(k, turn.found[rank])
+                ]
+            self.losses = self.losses._replace(is_used=True)
+        overflows = [rank for rank in ranks if turn.bad[rank]]
+        for reason, seen in (("overflow", overflows), ("refused", sorted(turn.refused)), ("spike", spikes)):
+            if seen:
+                turn.reason, turn.by = reason, seen[0]
+                return
+        has_gradients = any(value is not None for value in self.gradients[k])
+        turn.reason, turn.by = "stepped" if has_gradients else "no gradients", None
+
+    def report(self, turn: Turn, retries: int = 0) -> StepReport:
+        """Return the report of a step on this rank."""
+        is_overflow, is_skipped = turn.reason == "overflow", turn.reason != "stepped"
+        local = int(is_overflow and turn.bad[self.rank])
+        told = is_skipped, turn.scale, int(is_overflow), turn.reason, self.iteration, retries, local, None, turn.by
+        return StepReport(*told)
+
+    def stepped(self, k: int, declines: bool, retries: int) -> StepReport:
+        """Step an optimizer by its verdict, or see that it declines to make the step: each rank by itself."""
+        turn = self.turns[k]
+        if declines and turn.reason == "stepped":
+            turn.is_declined, turn.reason, turn.by = True, "refused", self.rank
+        turn.stage = "stepped"
+        self.reports.append(self.report(turn, retries))
+        self.history.append(self.reports[-1])
+        return self.reports[-1]
+
+    def evaluated(self, k: int, closure: Closure) -> str:
+        """Step an optimizer with a closure, which is evaluated again at lower scales while gradients overflow."""
+        turn, before = self.turns[k], self.lowered
+        turn.by_closure, turn.has_begun = True, False
+        for number in range(closure.evaluations):
+            previous = None
+            for attempt in range(17):
+                closure.retries += attempt > 0
+                turn.stage, state, kept = "ready", self.lowered or self.state, self.losses
+                if closure.fails_at == 0:
+                    return "fails"
+                closure.expected.append(float(state.scale))
+                self.scaled(closure.losses_of(len(closure.expected)), self.lowered)
+                if len(closure.expected) == closure.fails_at:
+                    self.losses = kept
+                    return "fails"
+                if len(closure.expected) == closure.refuses_at:
+                    turn.refused.add(closure.bad_rank)
+                self.gradients[k] = closure.gradients(len(closure.expected), closure.expected[-1])
+                self.divide(k, self.lowered or self.used)
+                self.judge(k)
+                if turn.reason != "overflow":
+                    break
+                lowered = self.policy.backoff(self.lowered or self.used)
+                if turn.scale == previous or lowered is state:
+                    break
+                previous, self.lowered = turn.scale, lowered
+            if turn.reason == "overflow":
+                # The scale is not to blame, and is backed off once, as for any overflow.
+                self.lowered = before
+            if turn.reason != "stepped":
+                return "skips" if number == 0 else "has begun" if turn.reason == "overflow" else "refused later"
+            turn.has_begun = True
+        return "steps"
+
+    def update(self, new_scale: float | None = None) -> tuple[UpdateReport, type[Exception] | None, Sequence[str]]:
+        """End an iteration in which optimizers have been judged; return its report, and what it raises or warns of."""
+        judged = {k: turn for k, turn in self.turns.items() if turn.stage != "ready" and turn.reason != "no gradients"}
+        before = [*self.reports, *judged.values(), self][0].scale
+        told = [*self.reports]
+        for k, turn in judged.items():
+            if turn.is_over:
+                self.steps += not turn.is_declined
+                for memory, found in zip(self.memories, turn.found, strict=False):
+                    if found is not None and turn.reason in ("stepped", "spike"):
+                        memory.learn(k, found, turn.reason == "spike")
+                if turn.stage == "unscaled" or turn.is_left_out:
+                    told.append(self.report(turn))
+        for report in told:
+            self.counts["taken" if report.reason == "stepped" else report.reason] += 1
+        if not all(report.skipped for report in told):
+            self.restart()
         else:
-            self.run += 1
-            if self.run >= self.interval:
-                grown = self.scale * self.growth
-                self.scale, self.run = grown if grown <= HIGHEST else self.scale, 0
+            self.row += told
+        # A spike or a refusal moves no scale, nor do gradients that are nothing but zeros after a load.
+        moving = [turn for turn in judged.values() if turn.reason in ("stepped", "overflow") and not turn.is_idle]
+        overflows = [turn for turn in moving if turn.reason == "overflow"]
+        if new_scale is not None:
+            self.state = self.state._replace(scale=np.asarray(new_scale, np.float32))
+            self.is_new = False
+        elif self.lowered is not None:
+            self.state = self.lowered
+        elif moving:
+            self.state = self.policy.update(self.state, nonfinite=np.asarray(len(overflows), np.int32))
+            self.is_fresh = False
+        skipped, counts = any(turn.reason != "stepped" for turn in judged.values()), {**self.counts}
+        report = UpdateReport(self.iteration, before, skipped, self.rank, tuple(self.reports), self.scale, counts)
+        is_at_min = new_scale is None and any(turn.is_at_min for turn in overflows)
         self.iteration += 1
-        self.is_scaled = False
         self.begin()
+        return report, *((gradscale.ScaleUnderflowError, ["at its minimum"]) if is_at_min else self.stall())
 
-    def state(self):
+    def stall(self) -> tuple[type[Exception] | None, Sequence[str]]:
+        """Return the error or the warning after steps that were all skipped, for some iterations in a row."""
+        length, scales = len({report.iteration for report in self.row}), [report.scale for report in self.row]
+        gives_up = self.settings["give_up_after"] is not None and length >= self.settings["give_up_after"]
+        # As a first scale that is much too large does for long.
+        is_falling = len(scales) > 1 and 1.0 < scales[-1] < scales[-2]
+        if not scales or not (gives_up or (self.warn_at is not None and length >= self.warn_at and not is_falling)):
+            return None, ()
+        self.warn_at = self.warn_at if gives_up else 10 * self.warn_at
+        causes = {"overflow": "non-finite gradients (inf or NaN)", "spike": "a spike", "refused": "a refusal"}
+        reasons = collections.Counter(causes[report.reason] for report in self.row)
+        ranks = sorted({report.by for report in self.row})
+        moved = "" if scales[0] == scales[-1] == 1.0 else f"the scale went from {scales[0]:g} to {scales[-1]:g}, and "
+        said = [
+            f"each step of the last {length} iterations was skipped: ",
+            f": {', '.join(f'{count} for {cause}' for cause, count in reasons.items())}; first seen by rank ",
+            f" by rank {', '.join(map(str, ranks))}; {moved}no weight has changed since",
+            *(["All is judged by skip=SkipSpikes("] if "a spike" in reasons else []),
+            *(["calls refuse() for each step, or the optimizer refuses it"] if "a refusal" in reasons else []),
+        ]
+        return gradscale.TrainingStalledError if gives_up else gradscale.TrainingStalledWarning, said
+
+    def all_steps(self) -> int:
+        """Return how many steps are over, without those of this iteration that are skipped."""
+        return self.steps + sum(t.stage == "stepped" and t.reason == "stepped" for t in self.turns.values())
+
+    def saved(self) -> dict[str, Any]:
         """Return what a state dict must say."""
+        fields = {f"_{name}": int(getattr(self.state, name)) for name in self.state._fields[1:]}
+        fixed = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1}
+        memory = self.memories[self.rank]
         return {
             "scale": self.scale,
-            "_growth_tracker": self.run,
+            **{name: getattr(self.policy, name, value) for name, value in fixed.items()},
+            **fields,
+            "version": 1,
             "iteration": self.iteration,
-            "growth_factor": self.growth,
-            "backoff_factor": self.backoff,
-            "growth_interval": self.interval,
+            "policy": {"kind": type(self.policy).__name__, **dataclasses.asdict(self.policy)},
+            **({} if memory.rule is None else {"spikes": memory.saved}),
+            "counts": self.counts,
+            "steps": self.all_steps(),
         }
 
+    def load(self, other: Model, is_kept: bool):
+        """Go on with what another one was; gradients that nobody has unscaled yet may be kept."""
+        self.policy, self.state = other.policy, other.state
+        self.iteration, self.counts = other.iteration, {**other.counts}
+        used, losses, self.steps = self.used, self.losses, other.all_steps()
+        self.is_unused = self.is_unused or self.is_begun
+        self.is_new, self.is_fresh = False, True
+        self.restart()
+        for memory, one in zip(self.memories, other.memories, strict=True):
+            memory.load(one.saved) if memory.rule is not None else None
+        self.begin()
+        if is_kept and used is not None and self.has_array:
+            self.used, self.losses = used, losses
 
-def live(group, calls: int, seed: int):
+    def copied(self):
+        """Go on as a copy, without the reports and the gradients of a loss that was scaled before a load."""
+        self.history.clear()
+        for memory in self.memories:
+            memory.owners = []
+        if self.is_fresh and self.used is not None:
+            self.is_unused, self.losses, self.used = True, Losses(), None
+        used, losses = self.used and self.state, self.losses
+        self.begin()
+        self.used, self.losses, self.has_array = used, losses, False
+
+
+def mean(losses: Sequence[float]) -> float | None:
+    """Return the mean in float32."""
+    return rounded(functools.reduce(lambda total, loss: rounded(total + loss), losses) / len(losses))
+
+
+def rounded(x: float) -> float:
+    """Return the nearest float32."""
+    return float(np.float32(x))
+
+
+@dataclasses.dataclass
+class Closure:
+    """A closure whose gradients overflow on one rank above a scale, from one of its calls on."""
+
+    evaluations: int
+    value: float
+    limit: float
+    late: int
+    bad_rank: int
+    # On each rank, in the first call and in others; the call that fails, 0 before the first scale; that which refuses.
+    losses: list[list[float]]
+    fails_at: int | None
+    refuses_at: int | None
+    expected: list[float] = dataclasses.field(default_factory=list)
+    retries: int = 0
+
+    def gradients(self, number: int, scale: float) -> list[float | None]:
+        """Return the gradient on each rank."""
+        overflows = scale > self.limit and number > self.late
+        return [
+            math.inf if overflows and rank == self.bad_rank else rounded(self.value * scale)
+            for rank in range(len(self.losses[0]))
+        ]
+
+    def losses_of(self, number: int) -> list[float]:
+        """Return the losses of a call."""
+        return self.losses[min(number, 2) - 1]
+
+
+class Optimizer(SGD):
+    """Evaluates a closure several times, and makes no step of its own accord while it has an answer to give."""
+
+    evaluations = 1
+    answer: Any = None
+
+    def step(self, closure=None):
+        """Step, or answer."""
+        for _ in range(0 if closure is None else self.evaluations):
+            closure()
+        return super().step() if self.answer is None else self.answer
+
+
+class TorchOptimizer(Optimizer):
+    """The same with a parameter of torch's."""
+
+    def __init__(self, grads):
+        import torch
+
+        self.param_groups = [{"params": [torch.nn.Parameter(torch.ones(1))]}]
+        super().__init__(grads)
+
+    @property
+    def grads(self):
+        """The gradient."""
+        return [self.param_groups[0]["params"][0].grad]
+
+    @grads.setter
+    def grads(self, grads):
+        (self.param_groups[0]["params"][0].grad,) = grads
+
+
+def live(group, calls: int, seed: int, library: str = "numpy"):
     """Make so many calls on one rank, comparing each with the model; return what all ranks must have alike.
 
     Raises
@@ -106,191 +488,395 @@ def live(group, calls: int, seed: int):
     AssertionError
         At the first difference, with the last calls.
     """
-    life = _Life(group, seed)
-    for number in range(calls):
-        life.call(compares=number % 10 == 0 or number == calls - 1)
-    if life.model.stages != ["ready"] * OPTIMIZERS:
-        life.update()
-    return {"state": life.scaler.state_dict(), "counts": dict(life.counts)}
+    counts: collections.Counter[str] = collections.Counter()
+    ended = []
+    for number in range(max(1, calls // LENGTH)):
+        policy = POLICIES[(seed + number) % len(POLICIES)]
+        life = _Life(group, policy, random.Random(f"{seed} {number}"), library, counts)
+        # At the largest scales losses overflow, too, of which NumPy warns.
+        with np.errstate(over="ignore", invalid="warn" if library == "numpy" else "ignore"):
+            for call in range(LENGTH):
+                life.call(compares=call % 10 == 0)
+        if life.model.is_begun and not any(turn.refused for turn in life.model.turns.values()):
+            life.update()
+        ended.append({name: one for name, one in life.scaler.state_dict().items() if name != "spikes"})
+    return {"states": ended, "counts": {name: n for name, n in counts.items() if "raises" not in name or group is None}}
 
 
 class _Life:
-    def __init__(self, group, seed: int):
-        self.group, self.chance = group, random.Random(seed)
+    def __init__(self, group, policy, chance: random.Random, library: str, counts: collections.Counter[str]):
+        self.group, self.chance, self.library, self.counts = group, chance, library, counts
         self.rank, self.size = (0, 1) if group is None else rank_and_size(group)
-        self.scaler = self.make()
-        self.optimizers = [SGD([np.zeros(1, np.float32)]) for _ in range(OPTIMIZERS)]
-        self.model = Model(self.size, has_group=group is not None)
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.story: collections.deque[str] = collections.deque(maxlen=20)
-        # The steps that this rank has left out: iteration and optimizer.
-        self.left_out: set[tuple[int, int]] = set()
+        self.xp = importlib.import_module({"strict": "array_api_strict"}.get(library, library))
+        self.told: list[Any] = []
+        self.is_bad = False
+        # Torch's clips by one factor with the reciprocal: what overflows or loses bits on the way there may be right.
+        self.exponents = (-60, 100) if library == "torch" else (-126, 127)
+        self.is_guard = policy == StaticScale(1.0) and chance.random() < 0.5
+        self.settings = self.draw_settings()
+        self.scaler = self.make(policy)
+        kind = TorchOptimizer if library == "torch" else Optimizer
+        self.optimizers = [kind([self.array(0.0)]) for _ in range(OPTIMIZERS)]
+        self.model = Model(self.rank, self.size, group is not None, policy, self.settings)
+        self.story: collections.deque[str] = collections.deque([f"{policy}", f"{self.settings}"], maxlen=20)
+        self.keep()
         if group is not None:
             self.backward()
 
-    def make(self, **settings):
-        settings = {"growth_interval": 5} | settings
-        if self.group is None:
-            return gradscale.GradScaler(**settings)
-        return gradscale.ShardedGradScaler(group=self.group, timeout=60.0, **settings)
+    def draw_settings(self) -> dict[str, Any]:
+        warn_after = self.chance.choice([None, 1, 2, 3])
+        # A scaler with torch's settings alone saves no more than torch's does.
+        rules = RULES if self.library == "torch" else [None, *2 * RULES]
+        return {
+            "skip": self.chance.choice(rules),
+            "history_size": self.chance.choice([0, 3, 1024]),
+            "give_up_after": self.chance.choice([None, None, 2]),
+            # Threads cannot listen to warnings.
+            "warn_after": warn_after if self.group is None else None,
+        }
+
+    def make(self, policy):
+        settings = self.settings | {"on_skip": self.told.append, "on_update": [self.told.append]}
+        over = {} if self.group is None else {"group": self.group, "timeout": 60.0}
+        home = importlib.import_module("gradscale_torch" if self.library == "torch" else "gradscale")
+        if self.is_guard:
+            return home.StepGuard(**over, **settings)
+        device = () if home is gradscale else ("cpu",)
+        return (home.ShardedGradScaler if over else home.GradScaler)(*device, policy=policy, **over, **settings)
+
+    def array(self, value: Any):
+        return self.xp.asarray([value], dtype=self.xp.float32)
+
+    def number(self, value: float):
+        return self.xp.asarray(value, dtype=self.xp.float32)
 
     def call(self, compares: bool):
-        (name,) = self.chance.choices(list(CALLS), list(CALLS.values()))
+        (name,) = self.chance.choices(CALLS, OFTEN)
         self.story.append(name)
         self.counts[name] += 1
         getattr(self, name)()
         if compares:
-            saved = self.scaler.state_dict()
-            self.require({key: saved[key] for key in self.model.state()}, self.model.state())
+            self.require(self.scaler.state_dict(), self.model.saved())
+            self.require(self.scaler.history, list(self.model.history))
+            # What is returned is a copy.
+            self.scaler.history.clear()
         for k, optimizer in enumerate(self.optimizers):
-            expected, found = self.model.gradients[k][self.rank], float(optimizer.grads[0][0])
-            is_close = math.isclose(found, expected, rel_tol=2e-6, abs_tol=1e-37)
-            assert is_close or (math.isnan(found) and math.isnan(expected)), (found, expected, *self.story)
+            expected, (found,) = self.model.gradients[k][self.rank], optimizer.grads
+            if expected is None:
+                assert found is None, self.story
+                continue
+            is_close = math.isclose(float(found[0]), expected, rel_tol=2e-6, abs_tol=1e-37)
+            assert is_close or (math.isnan(found[0]) and math.isnan(expected)), (found, expected, *self.story)
 
     def require(self, found, expected):
         assert found == expected, (found, expected, f"rank {self.rank} of {self.size}", *self.story)
 
-    def refused(self, call: Callable[[], Any], said: str = ""):
-        """Assert that a call is an error of order."""
-        self.counts[f"{self.story[-1]} refused"] += 1
-        told = "accepted"
+    def raises(self, call: Callable[[], Any], *said: str, kind: type[Exception] = gradscale.CallOrderError):
+        """Assert that a call is an error that says these texts, one of order if nothing else is said."""
+        self.counts[f"{self.story[-1]} raises"] += 1
+        told = None
         try:
             call()
-        except gradscale.CallOrderError as error:
+        except kind as error:
             told = str(error)
-        assert told != "accepted", self.story
-        assert said in told
+        assert told is not None, (said, *self.story)
+        assert [text for text in said if text not in told] == [], (told, *self.story)
+
+    def turn(self) -> tuple[int, Turn, Optimizer]:
+        """Draw an optimizer, more often one that can still be stepped."""
+        drawn = self.chance.sample(range(OPTIMIZERS), 2)
+        over = [k for k, turn in self.model.turns.items() if turn.stage == "stepped"]
+        k = min(drawn, key=lambda k: k in over)
+        return k, self.model.turns[k], self.optimizers[k]
+
+    def draw_losses(self) -> list[float]:
+        losses = [self.chance.choice([1.0, rounded(1.1), 1.5, rounded(2.3)]) for _ in range(self.size)]
+        # Several in a row.
+        self.is_bad = self.chance.random() < (0.7 if self.is_bad else 0.08)
+        if self.is_bad:
+            losses[self.chance.randrange(self.size)] = self.chance.choice([50.0, 50.0, math.nan, math.inf])
+        return losses
 
     def backward(self):
+        for _ in range(self.chance.choice([1, 1, 2, 3])):
+            self.scale_loss()
         model = self.model
-        self.require(float(self.scaler.scale(np.float32(1.0))), model.scale)
-        model.is_new, model.is_unused, model.is_fresh, model.is_scaled = False, False, False, True
         for k, optimizer in enumerate(self.optimizers):
-            values = [self.chance.choice(VALUES) for _ in range(self.size)]
+            values: list[float | None] = [self.chance.choice(VALUES) for _ in range(self.size)]
             if self.chance.random() < 0.1:
-                values[self.chance.randrange(self.size)] = self.chance.choice(BAD)
-            with np.errstate(all="ignore"):
-                # At the largest scales gradients overflow by themselves, on every rank.
-                model.gradients[k] = [float(np.float32(value * model.scale)) for value in values]
-            optimizer.grads = [np.array([model.gradients[k][self.rank]], np.float32)]
+                values[self.chance.randrange(self.size)] = self.chance.choice([*BAD, 100.0])
+            if self.chance.random() < 0.05:
+                values = [None if self.chance.random() < 0.7 else value for value in values]
+            elif self.chance.random() < 0.1:
+                values = [0.0] * self.size
+            # At the largest scales gradients overflow by themselves, on every rank.
+            model.gradients[k] = [None if value is None else rounded(value * model.scale) for value in values]
+            own = model.gradients[k][self.rank]
+            optimizer.grads = [None if own is None else self.array(own)]
+
+    def scale_loss(self):
+        losses = self.draw_losses()
+        mine, five = losses[self.rank], self.number(5.0)
+        # Outputs, what is given as the loss, and whether it is one: a number, or an array of one element.
+        outputs, loss, is_loss = self.chance.choice(
+            [
+                *[(self.number(mine), None, True)] * 5,
+                (self.array([mine]), None, True),
+                (self.xp.asarray([mine, mine], dtype=self.xp.float32), None, False),
+                (five, mine, True),
+                (five, self.xp.asarray([[mine]], dtype=self.xp.float64), True),
+                (five, False, False),
+            ]
+        )
+        found = self.scaler.scale(outputs, loss=loss)
+        factor = self.model.scale
+        if outputs is five:
+            self.require(float(found), rounded(5.0 * factor))
+        self.model.scaled(losses if is_loss else None)
+
+    def begin(self, k: int, call: Callable[[Any], Any]) -> bool:
+        """Let the model divide gradients; False, after asserting the error, if no rank has scaled their loss."""
+        since = "" if self.model.is_new else " since a state was loaded or a scale set"
+        may, where = self.model.may_unscale(k), "" if self.group is None else " on any rank"
+        said = f"scale() has never been called{where}{since}: make the gradients of", ORDER
+        if not self.model.has_array and None in self.model.gradients[k]:
+            return False
+        if not may and self.group is None:
+            self.raises(lambda: call(self.optimizers[k]), *said)
+            return False
+        self.model.divide(k)
+        if may:
+            return True
+        self.model.judge(k)
+        if self.model.turns[k].reason in ("stepped", "overflow"):
+            self.raises(lambda: call(self.optimizers[k]), *said)
+        else:
+            call(self.optimizers[k])
+        self.model.turns[k].stage = "ready"
+        return False
 
     def unscale(self):
-        k, how = self.chance.randrange(OPTIMIZERS), self.chance.choice(["plain", "plain", "rank", "group"])
-        if self.model.stages[k] != "ready":
-            self.refused(lambda: self.scaler.unscale_(self.optimizers[k]))
+        (k, turn, optimizer), how = self.turn(), self.chance.choice(["plain", "rank", "group"])
+        # Torch's knows by itself over what its norms are.
+        how = "plain" if self.group is not None and self.library == "torch" else how
+        if turn.stage != "ready":
+            said = "unscale_() is being called after step()" if turn.stage == "stepped" else "has already been called"
+            self.raises(lambda: self.scaler.unscale_(optimizer), "" if turn.is_left_out else said, ORDER)
             return
-        if not self.model.may_unscale(k):
-            self.refuse_unscaled(k, self.scaler.unscale_)
+        if not self.begin(k, self.scaler.unscale_):
             return
-        self.model.divide(k)
+        values = self.model.gradients[k]
+        held = [value for value in values if value is not None]
         clip: dict[str, Any] = {}
-        if how == "rank" and len({abs(value) for value in self.model.gradients[k]}) > 1:
+        if how == "rank" and len({None if value is None else abs(value) for value in values}) > 1:
             # The ranks do not hold the same gradients.
             how = "group"
         # Squares of gradients that have drifted away might overflow.
-        if how != "plain" and not any(4.0 < abs(value) < math.inf for value in self.model.gradients[k]):
+        if how != "plain" and not any(400.0 < abs(value) < math.inf for value in held):
             clip = {"max_norm": MAX_NORM} | ({} if self.group is None else {"norm_over": how})
-        returned = self.scaler.unscale_(self.optimizers[k], **clip)
-        if clip and self.model.bad[k]:
+        returned = self.scaler.unscale_(optimizer, **clip)
+        self.model.judge(k, float(returned) if clip else None)
+        if clip and any(turn.bad):
             # What becomes of gradients that nobody steps with is not said.
-            self.model.gradients[k][self.rank] = float(self.optimizers[k].grads[0][0])
+            values[self.rank] = float(optimizer.grads[0][0]) if values[self.rank] is not None else None
         elif clip:
-            values = self.model.gradients[k]
-            whole = math.sqrt(sum(value**2 for value in values))
-            norms = [whole if how == "group" else abs(value) for value in values]
-            assert math.isclose(float(returned), norms[self.rank], rel_tol=2e-6, abs_tol=1e-18), self.story
-            pairs = zip(values, norms, strict=True)
-            self.model.gradients[k] = [value * min(MAX_NORM / (norm + 1e-6), 1.0) for value, norm in pairs]
+            norm = math.sqrt(sum(value**2 for value in held)) if how == "group" else abs([*held, 0.0][0])
+            assert math.isclose(float(returned), norm, rel_tol=2e-6, abs_tol=1e-18), (returned, norm, self.story)
+            factor = min(MAX_NORM / (norm + 1e-6), 1.0)
+            self.model.gradients[k] = [None if value is None else value * factor for value in values]
+
+    def refuse(self):
+        _, turn, optimizer = self.turn()
+        ranks = self.chance.sample(range(self.size), self.chance.randint(1, self.size))
+        if turn.is_left_out:
+            return
+        if turn.stage == "stepped" or (turn.stage == "unscaled" and self.group is not None):
+            said = "refuse() is being called after step()" if turn.stage == "stepped" else "has told the other ranks"
+            self.raises(lambda: self.scaler.refuse(optimizer), said, ORDER)
+            return
+        if self.rank in ranks:
+            self.scaler.refuse(optimizer)
+        turn.refused.update(ranks)
+        if turn.stage == "unscaled" and turn.reason != "overflow":
+            turn.reason, turn.by = "refused", 0
 
     def step(self):
-        k = self.chance.randrange(OPTIMIZERS)
-        optimizer, model = self.optimizers[k], self.model
-        if model.stages[k] == "stepped" and (model.iteration, k) not in self.left_out:
-            self.refused(lambda: self.scaler.step(optimizer))
+        k, turn, optimizer = self.turn()
+        answer = self.draw_answer()
+        if turn.stage == "stepped":
+            if not turn.is_left_out:
+                self.raises(lambda: self.scaler.step(optimizer), "step() has already been called", ORDER)
             return
-        if model.stages[k] == "stepped":
-            self.counts["step refused"] += 1
-            return
-        if model.stages[k] == "unscaled" and model.bad[k] and self.chance.random() < 0.5:
+        lazy = self.chance.randrange(self.size) if self.chance.random() < 0.3 else None
+        if turn.stage == "unscaled" and turn.is_over and self.rank == lazy:
             # One rank alone may leave out a step that all skip.
-            self.counts["left out"] += 1
-            if self.rank == self.chance.randrange(self.size):
-                model.stages[k] = "stepped"
-                self.left_out.add((model.iteration, k))
-                self.counts["skipped"] += 1
+            turn.stage, turn.is_left_out = "stepped", True
+            self.counts[turn.reason] += 1
+            return
+        if turn.stage == "ready":
+            if not self.begin(k, self.scaler.step):
                 return
-        if model.stages[k] == "ready":
-            if not model.may_unscale(k):
-                self.refuse_unscaled(k, self.scaler.step)
-                return
-            model.divide(k)
-        before, bad = optimizer.steps, model.bad[k]
-        returned = self.scaler.step(optimizer)
-        self.require((returned, optimizer.steps), (None, before) if bad else ("moved", before + 1))
-        model.stages[k] = "stepped"
-        self.counts["skipped" if bad else "stepped"] += 1
-        report = self.scaler.last_step(optimizer)
-        expected = (bad, model.scale, model.iteration, bad)
-        self.require((report.skipped, report.scale, report.iteration, report.nonfinite > 0), expected)
+            self.model.judge(k)
+        if turn.reason == "no gradients":
+            self.raises(lambda: self.scaler.step(optimizer), "none of whose parameters has a gradient")
+            turn.stage = "ready"
+            self.require(self.scaler.last_step(optimizer), self.model.report(turn)._replace(nonfinite=0))
+            return
+        self.made(k, answer, lambda: self.scaler.step(optimizer))
+
+    def draw_answer(self) -> Any:
+        """Return what an optimizer says that makes no step of its own accord; mostly None."""
+        return self.chance.choice([*[None] * 40, gradscale.NOT_STEPPED, (False, None)])
+
+    def made(self, k: int, answer: Any, call: Callable[[], Any], retries: int = 0):
+        """Assert that a step is as the model says."""
+        optimizer, is_called = self.optimizers[k], self.model.turns[k].reason == "stepped"
+        optimizer.answer, before = answer, optimizer.steps
+        self.told.clear()
+        found = call(), optimizer.steps
+        self.require(found, (answer or "moved" if is_called else None, before + (is_called and answer is None)))
+        report = self.model.stepped(k, answer is not None, retries)
+        self.counts[report.reason] += 1
+        self.require(self.scaler.last_step(optimizer), report)
+        self.require(self.told, [report] if report.skipped and self.rank == 0 else [])
         # The model is never broken, whatever its gradients are.
-        diagnosis = self.scaler.diagnose(optimizer, params=optimizer.weights, state={"past": optimizer.weights})
+        weights = self.array(1.0)
+        diagnosis = self.scaler.diagnose(optimizer, params=weights, state={"past": weights})
         self.require((diagnosis.broken, diagnosis.cause in ("weights", "optimizer state")), ((), False))
 
-    def refuse_unscaled(self, k: int, call: Callable[[Any], Any]):
-        """Assert that gradients of a loss that no rank has scaled are an error; over a group they are divided."""
-        self.refused(lambda: call(self.optimizers[k]), r"scale() has never been called")
-        if self.group is not None:
-            self.model.divide(k)
-            self.model.stages[k], self.model.bad[k] = "ready", False
+    def minimise(self):
+        k, turn, optimizer = self.turn()
+        if turn.stage == "stepped" or (turn.stage == "unscaled" and not turn.by_closure):
+            said = "step() has already been called" if turn.stage == "stepped" else "and unscale_() was called before"
+            if not turn.is_left_out:
+                self.raises(lambda: self.scaler.step(optimizer, lambda: None), said, ORDER)
+            return
+        limit = self.chance.choice([math.inf, math.inf, self.model.scale / 4.0, self.model.scale / 4.0, 0.0])
+        plan = Closure(
+            self.chance.randint(1, 3),
+            self.chance.choice(VALUES),
+            limit,
+            self.chance.choice([0, 0, 1]),
+            self.chance.randrange(self.size),
+            [self.draw_losses(), self.draw_losses()],
+            self.chance.choice([None, None, None, None, 0, 1, 2]),
+            self.chance.choice([*[None] * 10, 1, 2]),
+        )
+        again = dataclasses.replace(plan, losses=[self.draw_losses()] * 2, fails_at=None, expected=[])
+        optimizer.evaluations, answer = plan.evaluations, self.draw_answer()
+        seen: list[float] = []
+
+        def closure():
+            if plan.fails_at == 0:
+                raise MemoryError
+            number = len(seen) + 1
+            seen.append(float(self.scaler.scale(self.number(1.0), loss=plan.losses_of(number)[self.rank])))
+            if number == plan.fails_at:
+                raise MemoryError
+            if number == plan.refuses_at and self.rank == plan.bad_rank:
+                self.scaler.refuse(optimizer)
+            optimizer.grads = [self.array(plan.gradients(number, seen[-1])[self.rank])]
+            return "evaluated"
+
+        def call():
+            return self.scaler.step(optimizer, closure)
+
+        ends = self.model.evaluated(k, plan)
+        if ends == "fails":
+            self.raises(call, kind=MemoryError)
+            self.require(seen, plan.expected)
+            seen.clear()
+            plan = again
+            ends = self.model.evaluated(k, plan)
+        self.counts[f"closure {ends}"] += 1
+        if ends == "has begun":
+            self.raises(call, "The optimizer has begun its step", kind=gradscale.ClosureOverflowError)
+        elif ends == "refused later":
+            self.raises(call, "refuse() was called", "of a closure", "restore its parameters from a copy", ORDER)
+        else:
+            self.made(k, answer, call, plan.retries)
+        self.require(seen, plan.expected)
 
     def update(self):
         # A step that is left out after unscale_ counts all the same.
-        if self.model.stages == ["ready"] * OPTIMIZERS:
-            self.refused(self.scaler.update)
+        turns = self.model.turns.values()
+        if any(turn.refused and turn.stage == "ready" for turn in turns):
+            if any(self.rank in turn.refused and turn.stage == "ready" for turn in turns):
+                self.raises(self.scaler.update, "refuse() was called for an optimizer that was neither")
             return
-        self.scaler.update()
-        self.model.update()
+        if self.model.lowered is None and all(t.stage == "ready" or t.reason == "no gradients" for t in turns):
+            is_scaled = self.model.used is not None or self.model.never_scales
+            said = "unscaled or stepped by the scaler" if is_scaled else "nothing was scaled or unscaled since the last"
+            self.raises(self.scaler.update, said, ORDER)
+            return
+        self.end(None, self.scaler.update)
 
     def set_scale(self):
-        wanted = 2.0 ** self.chance.randint(-126, 127)
-        self.scaler.update(np.array([wanted], np.float32) if self.chance.random() < 0.5 else wanted)
-        self.model.scale, self.model.is_scaled, self.model.is_new = wanted, False, False
-        self.model.iteration += 1
-        self.model.begin()
+        wanted = self.model.policy.clamp(1.0 if self.is_guard else 2.0 ** self.chance.randint(*self.exponents))
+        given = self.array(wanted) if self.chance.random() < 0.5 else wanted
+        self.end(wanted, lambda: self.scaler.update(given))
+
+    def end(self, wanted: float | None, call: Callable[[], Any]):
+        """Assert that an update tells, warns and raises as the model says."""
+        self.told.clear()
+        report, kind, said = self.model.update(wanted)
+        self.counts["update" if kind is None else kind.__name__] += 1
+        if kind is gradscale.TrainingStalledWarning:
+            with pytest.warns(kind) as warned:
+                call()
+            self.require([text in str(warned[0].message) for text in said], [True] * len(said))
+        elif kind is not None:
+            self.raises(call, *said, kind=kind)
+        else:
+            call()
+        self.require(self.told, [report] if self.rank == 0 else [])
+
+    def keep(self):
+        """Save what the scaler is now, to be loaded some time."""
+        self.kept = json.loads(json.dumps(self.scaler.state_dict())), copy.deepcopy(self.model)
 
     def resume(self):
-        """Go on with a copy, or with a state dict that is loaded."""
-        how = self.chance.choice(["pickle", "deepcopy", "same", "fresh"])
-        saved = json.loads(json.dumps(self.scaler.state_dict()))
-        other = self.make(init_scale=3.0)
-        roads: dict[str, Callable[[], Any]] = {
-            "pickle": lambda: pickle.loads(pickle.dumps(self.scaler)),
-            "deepcopy": lambda: copy.deepcopy(self.scaler),
-            "same": lambda: self.scaler.load_state_dict(saved),
-            "fresh": lambda: other.load_state_dict(saved),
-        }
-        if how in ("pickle", "deepcopy") and self.model.stages != ["ready"] * OPTIMIZERS:
-            self.refused(roads[how])
+        """Go on with a copy, or with a state dict that is loaded, of now or from before."""
+        how = self.chance.choice(["pickle", "deepcopy", "copy", "same", "same", "fresh"])
+        if self.chance.random() < 0.5:
+            self.keep()
+        if self.group is not None and any(t.refused and t.stage == "ready" for t in self.model.turns.values()):
+            # The others are not in the middle of an iteration.
             return
-        made = roads[how]()
-        self.scaler = {"same": self.scaler, "fresh": other}.get(how, made)
-        if how == "pickle" and self.group is not None:
-            self.refused(lambda: copy.copy(made).step(self.optimizers[0]), "set_group")
-            self.scaler.set_group(self.group)
-        if how in ("same", "fresh"):
-            is_kept = how == "same" and self.model.stages == ["ready"] * OPTIMIZERS
-            self.model.is_new, self.model.is_fresh = False, True
-            self.model.is_scaled &= is_kept
-            self.model.is_unused |= not is_kept
-        elif self.model.is_fresh and self.model.is_scaled:
-            # The gradients of a loss that was scaled before a load are the original's.
-            self.model.is_scaled, self.model.is_unused = False, True
-        self.model.begin()
+        copies: dict[str, Callable[[Any], Any]] = {
+            "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+            "deepcopy": copy.deepcopy,
+            "copy": copy.copy,
+        }
+        if how in copies:
+            if self.model.is_begun:
+                self.raises(lambda: copies[how](self.scaler), "the middle of iteration")
+                return
+            made = copies[how](self.scaler)
+            self.require((repr(made), made.on_skip, made.on_update, made.history), (repr(self.scaler), None, None, []))
+            made.on_skip, made.on_update, self.scaler = [self.told.append], self.told.append, made
+            self.model.copied()
+            if how == "pickle" and self.group is not None:
+                self.raises(lambda: copy.copy(made).step(self.optimizers[0]), "set_group")
+                self.scaler.set_group(self.group)
+                self.model.steps = 0
+            return
+        saved, model = self.kept
+        is_kept = how == "same" and not self.model.is_begun
+        if how == "fresh":
+            self.settings = self.draw_settings()
+            self.scaler = self.make(StaticScale(1.0) if self.is_guard else StaticScale(3.0))
+            self.model.configure(self.settings)
+            self.model.is_unused = True
+        self.scaler.load_state_dict(saved)
+        self.model.load(model, is_kept)
 
     def change_setting(self):
-        if self.model.stages != ["ready"] * OPTIMIZERS:
-            return
         name = self.chance.choice(["growth_interval", "growth_factor", "backoff_factor"])
         value = self.chance.choice({"growth_interval": [1, 4, 9], "growth_factor": [2.0, 4.0]}.get(name, [0.5, 0.25]))
-        getattr(self.scaler, f"set_{name}")(value)
-        setattr(self.model, {"growth_interval": "interval"}.get(name, name.partition("_")[0]), value)
+        change = getattr(self.scaler, f"set_{name}")
+        if not isinstance(self.model.policy, DynamicScale):
+            self.raises(lambda: change(value), "can be set only of a DynamicScale", kind=gradscale.InvalidTypeError)
+        elif not self.model.is_begun and not any(turn.refused for turn in self.model.turns.values()):
+            change(value)
+            self.model.policy = dataclasses.replace(self.model.policy, **{name: value})
