@@ -98,23 +98,6 @@ def test_ordinary_gradients_at_a_scale_below_one_are_stepped_with(variant: str, 
     assert_same(*seen)
 
 
-def test_the_scale_and_the_tracker_stay_the_same_tensors():
-    for make in BOTH:
-        run = Small(make("cpu", growth_interval=2))
-        scaler = run.scaler
-        scaler.scale(torch.ones(()))
-        scale, tracker = scaler._scale, scaler._growth_tracker
-        for change in (
-            *[functools.partial(run.iterate, value) for value in (1.0, math.inf, 1.0, 1.0, 1.0)],
-            functools.partial(scaler.update, 4.0),
-            lambda scaler=scaler: scaler.load_state_dict(scaler.state_dict()),
-        ):
-            change()
-            assert scaler._scale is scale
-            assert scaler._growth_tracker is tracker
-        assert (scale.item(), tracker.item()) == run.state == (4.0, 1)
-
-
 @pytest.mark.parametrize("new_scale", [0.0, -1.0, math.inf, math.nan, 1e-40])
 def test_scales_that_ruin_the_run_at_torchs_are_refused(new_scale: float):
     run = Small(GradScaler("cpu"))

@@ -139,31 +139,6 @@ def test_a_disabled_scaler_passes_everything_through_as_torchs_does(makers: list
 
 # scale().
 
-DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "int32", "int64", "uint8", "bool"]
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [2.0**16, 3.0])
-def test_what_scale_returns_is_torchs(makers: list[Any], dtype: str, shape: tuple[int, ...], scale: float):
-    tensor = torch.full(shape, 5, dtype=getattr(torch, dtype))
-    ours, theirs = (make(init_scale=scale) for make in makers)
-    assert_same(ours.scale(tensor), theirs.scale(tensor))
-    assert_same(ours.scale([tensor, (tensor,)]), theirs.scale([tensor, (tensor,)]))
-    assert_same(ours._scale, theirs._scale)
-    assert tensor.eq(torch.full(shape, 5, dtype=tensor.dtype)).all()
-
-
-class Losses(list):  # type: ignore[type-arg]
-    """A list of the user's."""
-
-
-def test_containers_come_back_as_torchs_also_those_of_nothing(makers: list[Any]):
-    for container in (Losses([torch.ones(()), torch.ones(2)]), [(torch.ones(2),), []], [], ()):
-        ours, theirs = (make() for make in makers)
-        assert_same(ours.scale(container), theirs.scale(container))
-        assert_same(ours._scale, theirs._scale)
-
 
 @pytest.mark.parametrize("make_iterable", [iter, set], ids=["iterator", "set"])
 def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(makers: list[Any], make_iterable):
@@ -175,29 +150,6 @@ def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(makers: lis
         assert next(lazy).item() == 4.0
         assert scaler._scale.item() == 4.0
         assert [each.item() for each in lazy] == [4.0]
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["at-once", "in-a-later-iteration"])
-def test_an_iterator_counts_as_scaled_when_it_is_consumed(makers: list[Any], later: bool):
-    for make in makers:
-        run = Small(make(init_scale=4.0, growth_interval=1), size=1)
-        lazy = run.scaler.scale(iter([run.parameter.sum()]))
-        if later:
-            run.iterate(1.0)
-            run.optimizer.zero_grad()
-        next(lazy).backward()
-        run.step()
-        assert (run.held, run.parameter.grad.item()) == ([[-2.0 if later else -1.0]], 1.0)
-
-
-@pytest.mark.parametrize("outputs", [3, None, object(), [torch.ones(()), 3]], ids=["int", "none", "object", "nested"])
-def test_what_is_no_tensor_is_torchs_error(makers: list[Any], outputs):
-    messages = []
-    for make in makers:
-        with pytest.raises(ValueError, match="outputs must be a Tensor") as caught:
-            make().scale(outputs)
-        messages.append(str(caught.value))
-    assert messages[0].startswith(messages[1])
 
 
 Two = collections.namedtuple("Two", "first second")
