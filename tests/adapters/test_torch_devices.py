@@ -231,6 +231,7 @@ class Life:
         """Look at a verdict as frameworks do, and skip the step now and then."""
         flags = self.scaler._found_inf_per_device(run.optimizer)
         self.seen.append(max(flag.item() for flag in flags.values()))
+        assert set(flags) >= {parameter.grad.device for parameter in run.parameters}
         if self.groups is not None:
             assert len({flag.item() for flag in flags.values()}) == 1
         if self.draws(0.3):
