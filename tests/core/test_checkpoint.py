@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import pickle
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from libraries import Library
 from optimizers import Tree, iterate
 
-from gradscale import DynamicScale, GradScaler, StateDictError, StaticScale, presets
+from gradscale import CallOrderError, DynamicScale, GradScaler, StateDictError, StaticScale, presets
 
 # See conftest.py.
 LONG = True
@@ -202,3 +203,20 @@ def test_a_scale_that_is_set_before_any_array_is_not_that_of_a_copy(copied: Call
     other = copied(scaler)
     scaler.update(8.0)
     assert (scaler.get_scale(), other.get_scale()) == (8.0, 1024.0)
+
+
+@pytest.mark.parametrize("road", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_after_a_load_has_the_loaded_scale_and_no_gradients_of_the_one_before(
+    arrays: Library, road: Callable[[GradScaler], GradScaler]
+):
+    scaler, optimizer = GradScaler(), Tree()
+    factor = scaler.scale(arrays.asarray(1.0))
+    scaler.load_state_dict(SAVED)
+    other = road(scaler)
+    assert other.get_scale() == 1024.0
+    optimizer.grads = [factor * arrays.asarray([5.0])]
+    with pytest.raises(CallOrderError, match=r"scale\(\) has never been called since a state was loaded"):
+        other.step(optimizer)
+    optimizer.grads = [other.scale(arrays.asarray([5.0]))]
+    other.step(optimizer)
+    arrays.assert_array(optimizer.grads[0], [5.0])
