@@ -174,6 +174,17 @@ def test_a_wrapper_that_skips_by_itself_needs_no_state():
         assert run.held == [[weight] * 2]
 
 
+def test_a_refused_first_step_of_a_fused_optimizer_leaves_no_momentum():
+    # torch's own kernel would leave the memory of the momentum as it is, whatever that holds.
+    run = Small(GradScaler("cpu"), "SGD-fused", start=1.0, lr=0.5, momentum=0.5)
+    run.scaler.refuse(run.optimizer)
+    run.iterate(1.0)
+    assert run.optimizer.state[run.parameter].get("momentum_buffer") is None
+    run.iterate(1.0)
+    run.iterate(1.0)
+    assert run.held == [[-0.25] * 2]
+
+
 @pytest.mark.parametrize("name", ["_scale", "_growth_tracker"])
 def test_a_state_without_tensors_is_refused(name: str):
     with pytest.raises(gradscale.InvalidTypeError, match=f"{name} must be a tensor, got None: to begin anew"):

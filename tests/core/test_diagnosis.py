@@ -183,6 +183,12 @@ def test_names_come_from_the_user_or_the_optimizer(arrays: Library, kind: str):
     assert [entry.name for entry in report.entries] == ["b", "a", "c"]
 
 
+def test_names_of_other_parameters_are_not_the_optimizers(arrays: Library):
+    optimizer = named_optimizer(arrays)
+    optimizer.param_groups[1]["param_names"] = ["b"]
+    assert GradScaler().diagnose(optimizer).entries[0].name == "param_groups[1]['params'][0]"
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "count": (["a"], r"one for each of the optimizer's 3 parameters, got 1;"),
     "text": ("abc", r"a mapping or strings in the parameters' order, got 'abc'"),
