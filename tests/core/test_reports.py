@@ -51,7 +51,7 @@ def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum(strict: L
 
 
 def test_whoever_wants_reports_has_each_step_read_in_that_step():
-    for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}):
+    for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}, {"give_up_after": 2}):
         assert Reports(options).wants_each_step  # type: ignore[arg-type]
     assert not Reports({}).wants_each_step
 
