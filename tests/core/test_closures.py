@@ -77,10 +77,13 @@ def test_a_closure_that_never_scales_and_one_that_is_not_called_are_errors(array
         def step(self, *_, **__) -> str:
             return "deaf"
 
-    scaler, optimizer = GradScaler(), Evaluating()
-    optimizer.grads = [arrays.asarray([1.0])]
-    with pytest.raises(GradscaleError, match=r"the closure of step\(\) has not called scale\(\)"):
-        scaler.step(optimizer, lambda: None)
+    for has_scaled in (False, True):
+        scaler, optimizer = GradScaler(), Evaluating()
+        optimizer.grads = [arrays.asarray([1.0])]
+        if has_scaled:
+            scaler.scale(arrays.asarray(1.0))
+        with pytest.raises(GradscaleError, match=r"the closure of step\(\) has not called scale\(\)"):
+            scaler.step(optimizer, lambda: None)
     scaler.scale(arrays.asarray(1.0))
     with pytest.raises(gradscale.CallOrderError, match=r"Deaf\.step\(\) did not call its closure"):
         scaler.step(Deaf([arrays.asarray([math.inf])]), lambda: 1.0)
