@@ -83,6 +83,10 @@ def test_the_five_keys_of_torch_are_enough(arrays: Library):
     assert {key: scaler.state_dict()[key] for key in TORCH} == TORCH
     assert scaler.state_dict()["policy"] == GradScaler(policy=expected).state_dict()["policy"]
     assert [state["scale"] for _, state in run(arrays, scaler, [1.0, 1.0])] == [1024.0, 3072.0]
+    # They say nothing of steps, so that these count from 0.
+    assert scaler.counts()["taken"] == 2
+    scaler.load_state_dict(TORCH)
+    assert scaler.counts()["taken"] == 0
 
 
 @pytest.mark.parametrize("form", [np.asarray, np.float64], ids=["0-d arrays", "numpy scalars"])
