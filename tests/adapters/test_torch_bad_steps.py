@@ -174,6 +174,16 @@ def test_a_wrapper_that_skips_by_itself_needs_no_state():
         assert run.held == [[weight] * 2]
 
 
+def test_a_refusal_wins_over_a_flag_that_a_framework_has_looked_at():
+    run = Small(GradScaler("cpu"), start=1.0)
+    run.give(1.0)
+    run.scaler.unscale_(run.optimizer)
+    (flag,) = run.scaler._per_optimizer_states[id(run.optimizer)]["found_inf_per_device"].values()
+    run.scaler.refuse(run.optimizer)
+    run.step()
+    assert (flag.item(), run.report.reason, run.held) == (0.0, "refused", [[1.0, 1.0]])
+
+
 def test_a_refused_first_step_of_a_fused_optimizer_leaves_no_momentum():
     # torch's own kernel would leave the memory of the momentum as it is, whatever that holds.
     run = Small(GradScaler("cpu"), "SGD-fused", start=1.0, lr=0.5, momentum=0.5)
