@@ -10,7 +10,7 @@ from axes import require
 from axes_jax import COUNT, P, gradscale_jax, jax, jnp, mesh
 from jax_programs import WAYS
 
-from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, SkipSpikes
+from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale
 
 optax = require("optax")
 pytestmark = pytest.mark.jax
@@ -44,6 +44,20 @@ def test_a_mean_loss_and_summed_gradients_keep_state_that_is_whole_on_each_rank(
         skipped.append((bool(state.verdict.spike), int(state.verdict.nonfinite)))
         assert (params == before) == (factor != 1.0)
     assert skipped == [(False, 0)] * 4 + [(True, 0), (False, 0), (False, 1)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_the_norm_is_that_of_the_unscaled_gradients_in_float32(dtype: str):
+    # Their squares overflow float16. The gradient of an integer has no norm.
+    grads = {"weight": jnp.asarray([300.0, -400.0], dtype) * (1j if dtype == "complex64" else 1), "ids": None}
+    grads["ids"] = np.zeros(2, jax.dtypes.float0)
+    rule, own = SkipSpikes(window=2, of="norm"), jnp.float16 if dtype == "float16" else None
+    tx = gradscale_jax.scaled(optax.set_to_zero(), StaticScale(4.0), skip=rule, dtype=own)
+    state = tx.init({"weight": grads["weight"], "ids": jnp.arange(2)})
+    for update in (tx.update, jax.jit(lambda weight, state: tx.update({**grads, "weight": weight}, state))):
+        given = {**grads, "weight": grads["weight"] * 4} if update is tx.update else grads["weight"] * 4
+        _, state = update(given, state)
+        assert state.windows.values.tolist() == [[500.0, 500.0]]
 
 
 @pytest.mark.parametrize(
