@@ -130,6 +130,19 @@ def test_a_gradient_that_two_parameters_come_to_share_is_unscaled_once():
         assert [parameter.grad.tolist() for parameter in run.parameters] == [[4.0] * 2] * 2
 
 
+def test_a_parameter_that_takes_the_place_of_another_in_its_list_is_noticed():
+    _, run = pair(count=2, size=1)
+    (group,) = run.optimizer.param_groups
+    del group["params"][1:]
+    seen = []
+    for chosen in run.parameters:
+        group["params"][0] = chosen
+        run.put(4.0)
+        run.step()
+        seen.append([parameter.grad.item() for parameter in run.parameters])
+    assert seen == [[1.0, 4.0], [4.0, 1.0]]
+
+
 class Holding:
     """An optimizer with whatever it is given as ``param_groups``."""
 

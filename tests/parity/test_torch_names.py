@@ -199,6 +199,20 @@ def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any]):
     assert scaler.state_dict() == before
 
 
+def test_the_tensor_of_the_scale_is_the_same_one_after_a_scale_is_set_or_loaded(pair: tuple[Any, Any]):
+    def script(make):
+        run = Small(make("cpu", init_scale=4.0))
+        run.iterate(1.0)
+        kept, told = run.scaler._scale, []
+        saved = run.scaler.state_dict()
+        for change in (lambda: run.scaler.update(8.0), lambda: run.scaler.load_state_dict(saved)):
+            change()
+            told.append((kept.item(), run.scaler._scale is kept))
+        return told
+
+    assert same(pair, script)[0] == (8.0, True)
+
+
 @pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
 @pytest.mark.parametrize("way", ["made", "set", "loaded-and-set"])
 def test_a_loss_can_be_multiplied_by_the_tensor_of_the_scale(pair: tuple[Any, Any], way: str):
