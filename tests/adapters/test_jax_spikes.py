@@ -60,6 +60,14 @@ def test_the_norm_is_that_of_the_unscaled_gradients_in_float32(dtype: str):
         assert state.windows.values.tolist() == [[500.0, 500.0]]
 
 
+def test_a_step_without_a_loss_after_steps_with_one_is_no_spike():
+    tx = gradscale_jax.scaled(optax.sgd(0.1), StaticScale(1.0), skip=SkipSpikes(window=2))
+    state = tx.init(jnp.ones(1))
+    for given in ({"value": 1.0}, {"value": 2.0}, {"value": 1.5}, {}):
+        _, state = tx.update(jnp.ones(1), state, **given)
+        assert bool(gradscale_jax.verdict_of(state).taken)
+
+
 @pytest.mark.parametrize(
     "value",
     [7.5, 8, 10**400, np.float32(7.5), np.asarray([7.5], np.float16), "bfloat16"],
