@@ -663,16 +663,19 @@ class _Life:
             said = "unscale_() is being called after step()" if turn.stage == "stepped" else "has already been called"
             self.raises(lambda: self.scaler.unscale_(optimizer), "" if turn.is_left_out else said, ORDER)
             return
+        before = [*self.model.gradients[k]]
         if not self.begin(k, self.scaler.unscale_):
             return
         values = self.model.gradients[k]
         held = [value for value in values if value is not None]
+        # Where only the quotient overflows, torch's clips it right, and NumPy's skips the step.
+        has_overflowed = any(math.isinf(x) and math.isfinite(y) for x, y in zip(values, before, strict=True) if x and y)
         clip: dict[str, Any] = {}
         if how == "rank" and len({None if value is None else abs(value) for value in values}) > 1:
             # The ranks do not hold the same gradients.
             how = "group"
         # Squares of gradients that have drifted away might overflow.
-        if how != "plain" and not any(400.0 < abs(value) < math.inf for value in held):
+        if how != "plain" and not has_overflowed and not any(400.0 < abs(value) < math.inf for value in held):
             clip = {"max_norm": MAX_NORM} | ({} if self.group is None else {"norm_over": how})
         returned = self.scaler.unscale_(optimizer, **clip)
         self.model.judge(k, float(returned) if clip else None)
