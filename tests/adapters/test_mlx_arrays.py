@@ -69,7 +69,7 @@ def test_mlx_needs_no_adapter_for_the_pure_functions():
 
 @pytest.mark.xfail(raises=AttributeError, reason="array_api_compat has nothing for MLX's arrays, which have no device")
 def test_array_api_compat_knows_where_an_array_of_mlx_is():
-    # When this passes, gradscale.core.devices can go, and array_api_compat's own device() and constructors be used.
+    # When this passes, device and on of core/arithmetic.py can go for array_api_compat's own device() and constructors.
     import array_api_compat
 
     array_api_compat.device(mx.zeros(1))
