@@ -104,6 +104,7 @@ OnSkip: TypeAlias = Callable[[StepReport], object] | Sequence[Callable[[StepRepo
 OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[UpdateReport], object]]
 
 HISTORY_SIZE = 1024
+WARN_AFTER = 50
 
 
 class Words(NamedTuple):
@@ -125,6 +126,7 @@ REASONS: dict[Reason, Words] = {
 }
 HELD_NAMES = [REASONS[reason].name for reason in HELD]
 """The reasons of steps that move no scale."""
+_COUNTED = ("taken", "overflow", "spike", "refused")
 
 
 _Report = TypeVar("_Report")
@@ -271,10 +273,6 @@ def _as_tuple(name: str, callbacks: object) -> tuple[Callable[[_Report], object]
     return tuple(listed)
 
 
-_NAMES = ("taken", "overflow", "spike", "refused")
-WARN_AFTER = 50
-
-
 class Row(NamedTuple):
     """Iterations in a row whose every step was skipped."""
 
@@ -345,7 +343,7 @@ class Tally:
 
     def restart(self, counts: Mapping[str, int]) -> None:
         """Go on from saved counts."""
-        self.counts = {name: counts.get(name, 0) for name in _NAMES}
+        self.counts = {name: counts.get(name, 0) for name in _COUNTED}
         self._begin_row(0)
 
     def _begin_row(self, made_in: int) -> None:
