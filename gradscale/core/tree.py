@@ -282,7 +282,13 @@ def floating_leaves(
 
     Errors call a leaf ``what``, and ``rebuild`` builds the tree, to name the place of a bad one.
     """
-    if not _are_known(leaves, home):
+    try:
+        # Thousands of leaves are of few kinds.
+        are_known = {(type(leaf), leaf.dtype, home.__name__) for leaf in leaves} <= _known
+    except Exception:
+        # A look at each leaf says which one cannot be read.
+        are_known = False
+    if not are_known:
         with reading(what):
             kinds = [(type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
             floating = set()
@@ -294,15 +300,6 @@ def floating_leaves(
             leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind in floating]
             _known.update((*kind, home.__name__) for kind in floating)
     return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
-
-
-def _are_known(leaves: Sequence[Array], home: Namespace) -> bool:
-    """Tell whether thousands of leaves are of the few kinds that were found to be floating arrays of a library."""
-    try:
-        return {(type(leaf), leaf.dtype, home.__name__) for leaf in leaves} <= _known
-    except Exception:
-        # A look at each leaf says which one cannot be read.
-        return False
 
 
 def _is_floating(leaf: Array, home: Namespace, takes_integers: bool, name: Callable[[], str]) -> bool:

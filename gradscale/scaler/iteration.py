@@ -141,23 +141,25 @@ class Iteration:
 
         CallOrderError after an update that was interrupted.
         """
-        self.require_sound()
+        if self.agreement.failure is not None:
+            raise self.agreement.failure
         if self._before is not None:
             self.wrong_order("update() was interrupted, and may have adapted the state: call it again first")
-        known = self._known.get(id(optimizer))
+        identity = id(optimizer)
+        known = self._known.get(identity)
         if known is not None and known[0] is not None and known[0]() is optimizer:
             return known[1]
-        turn = self.turn_at(id(optimizer))
+        turn = self.turn_at(identity)
         try:
             reference: Callable[[], Optimizer | None] = weakref.ref(optimizer)
         except TypeError:
             reference = lambda: optimizer  # noqa: E731
-        self._known[id(optimizer)] = reference, turn
+        self._known[identity] = reference, turn
         return turn
 
     def turn_at(self, identity: int) -> Turn:
         """Return the turn of the optimizer with this ``id()``, which need not have been met in this iteration."""
-        turn = self.by_id(identity)
+        turn = self.by_id(identity) if identity in self._known else None
         if turn is None:
             turn = Turn()
             self._known[identity] = None, turn
@@ -437,8 +439,9 @@ class Iteration:
     def verdict(self, turn: Turn) -> Verdict:
         """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step."""
         pending = turn.pending
-        if pending is None or not pending.is_begun or self.agreement.failure is not None:
-            self.require_sound()
+        if self.agreement.failure is not None:
+            raise self.agreement.failure
+        if pending is None or not pending.is_begun:
             self.wrong_order(_INCOMPLETE)
         try:
             return pending.read()
@@ -481,7 +484,8 @@ class Iteration:
         Return a function that makes the report of the update, if somebody wants it, and an error to raise afterwards.
         """
         live, reports = self.live, self.reports
-        self.require_sound()
+        if self.agreement.failure is not None:
+            raise self.agreement.failure
         for turn in self.turns:
             if turn.is_refused and turn.stage is Stage.READY and new_scale is None:
                 self.wrong_order(
@@ -620,11 +624,6 @@ class Iteration:
         )
 
     # Errors of ranks and callers.
-
-    def require_sound(self) -> None:
-        """After a failed agreement, raise its error again."""
-        if self.agreement.failure is not None:
-            raise self.agreement.failure
 
     def _forbid_update(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""

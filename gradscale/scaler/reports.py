@@ -344,18 +344,15 @@ class Tally:
     def restart(self, counts: Mapping[str, int]) -> None:
         """Go on from saved counts."""
         self.counts = {name: counts.get(name, 0) for name in _COUNTED}
-        self._begin_row(0)
-
-    def _begin_row(self, made_in: int) -> None:
-        """Count anew after a step that was made in an iteration, whose other steps are no row either."""
-        self.row, self._warn_at, self._made_in = Row(), self._warn_after, made_in
+        self.row, self._warn_at, self._made_in = Row(), self._warn_after, 0
 
     def note(self, step: StepReport) -> None:
         """Count a step."""
         name = step.reason if step.skipped else "taken"
         self.counts = {**self.counts, name: self.counts[name] + 1}
         if not step.skipped:
-            self._begin_row(step.iteration)
+            # Its iteration's other steps are no row either.
+            self.row, self._warn_at, self._made_in = Row(), self._warn_after, step.iteration
         elif step.iteration != self._made_in:
             self.row = self.row.plus(step)
 

@@ -150,7 +150,8 @@ class GradScaler:
         if not self._enabled:
             return outputs
         parts, iteration = self._parts, self._iteration
-        iteration.require_sound()
+        if parts.agreement.failure is not None:
+            raise parts.agreement.failure
         has_losses = parts.guard is not None and loss is None
         given = None if parts.guard is None or loss is None or loss is False else checked_loss(loss, _A_LOSS)
         try:

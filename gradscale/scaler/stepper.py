@@ -97,7 +97,7 @@ class Step:
                 )
                 raise CallOrderError(msg)
         if is_over:
-            if _has_declined(self.returned):
+            if self.returned is not None and _has_declined(self.returned):
                 self.verdict = self.iteration.decline(self.turn, self.verdict)
             self._record(self)
         return is_over
