@@ -75,7 +75,7 @@ def _fused_step(step: Step) -> Iterator[None]:
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
         may_be_late = not iteration.reports.wants_each_step and (not is_damped or is_capturing(home))
         pending.is_late = may_be_late and iteration.live.at_min_scale(state) is None
-    is_empty = not pending.groups and not judged.has_gradients and not turn.is_refused
+    is_empty = not pending.groups and not judged.has_gradients and not turn.refused
     if not pending.is_late or is_empty:
         forbid_capture(home, NO_READS)
         step.verdict = iteration.verdict_for_step(turn, optimizer)

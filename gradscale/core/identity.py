@@ -52,6 +52,3 @@ class IdentityMap(Generic[_Value]):
     def values(self) -> list[_Value]:
         """Return the values of all objects that are alive."""
         return [value for _, value in self._entries.values()]
-
-    def __len__(self) -> int:
-        return len(self._entries)

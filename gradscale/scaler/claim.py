@@ -14,7 +14,8 @@ The ``stage`` says that a message is gradscale's, and what it is for. Values of 
 words of ranks that differ, travel in rounds of such messages, in the place of the state. Only the :func:`greeting` is
 shorter. It goes before all others over a group, since another version may make them of another form.
 
-No other file knows the layout. One more thing to agree on is one more field of the claim, before ``kind``.
+No other file knows the layout. One more thing to agree on is one more field of the claim, before ``kind``, which
+``Iteration.next_claim`` fills; or a part of ``Agreement.identify`` and ``settings``, if it is an option of the scaler.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Claim(NamedTuple):
     group: int = 0
     """Position in the list."""
     settings: int = 0
-    """The number of the policy and the rest; see :func:`identify`."""
+    """The number of the scaler's options; see ``Agreement.identify``."""
     steps: int = 0
     """Made in the iterations before."""
     max_norm: float | None = None
@@ -118,8 +119,8 @@ def hash_of(claim: Claim | None) -> tuple[int, ...]:
 class Reason(enum.IntEnum):
     """Why a rank skips a step, the gravest last; false if it makes it. The number of a spike is 1.
 
-    One more reason is one more here, in ``HELD`` if it moves no scale, and in the words and counts of reports.py;
-    ``Iteration.refuse`` is where a program gives one.
+    One more reason is one more here, in ``HELD`` if it moves no scale, and in the words and counts of reports.py. A
+    method of the scaler gives it to ``Iteration.refuse``, if programs have it.
     """
 
     STEPPED = 0
@@ -354,7 +355,7 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
         # So may norms, if they are close, or the gradients overflow.
         own = [*own[:_NORM], values[_NORM], *own[_MIDDLE:-1], values[-1]]
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
-    has_failed = reason_number(GroupFlags(*values[:_FLAGS]).code) >= Reason.FAILED
+    has_failed = reason_number(code_in(values)) >= Reason.FAILED
     if values[_FLAGS:] == own[_FLAGS:] and not has_failed:
         return Outcome.ONE_STATE
     stages = {values[_STAGE], -values[_MIDDLE]}
@@ -364,6 +365,11 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
     if has_failed:
         return Outcome.FAILED
     return Outcome.TOLD if _TELLING in stages and own[_STAGE] != _TELLING else Outcome.DIFFERENT
+
+
+def code_in(values: Sequence[int]) -> int:
+    """Return the gravest :func:`reason_code` of an answer."""
+    return values[_FLAGS - 1]
 
 
 def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:

@@ -80,14 +80,16 @@ class Turn:
     ``by_closure``: a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no
     spikes, since a line search tries losses that are far apart. ``is_declined``: the optimizer itself made no step; if
     that was so on some ranks alone, the number of steps in the next message says it. ``left_out``: the verdict by which
-    all ranks skip, if ``step`` was not called, which is as good as if it was.
+    all ranks skip, if ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank
+    wants no step, if so. ``code``: why this rank skips the step, as :func:`claim.reason_code`; 0 if it does not.
     """
 
     stage = Stage.READY
     pending: Pending | None = None
     verdict: Verdict | None = None
     left_out: Verdict | None = None
-    by_closure = has_begun_to_step = is_declined = is_refused = False
+    by_closure = has_begun_to_step = is_declined = False
+    refused = Reason.STEPPED
     code: Array | int = 0
     judged: Judged | None = None
 
@@ -272,9 +274,7 @@ class Iteration:
         """Return an optimizer's turn; CallOrderError if it was unscaled or stepped already."""
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.UNSCALED:
-            if turn.is_incomplete:
-                self.wrong_order(_INCOMPLETE)
-            self.wrong_order(f"unscale_() has already been called {_SINCE}")
+            self.wrong_order(_INCOMPLETE if turn.is_incomplete else f"unscale_() has already been called {_SINCE}")
         if turn.stage is Stage.STEPPED:
             self.wrong_order(f"unscale_() is being called after step() {_SINCE}")
         if self.reports.under_way:
@@ -329,7 +329,7 @@ class Iteration:
             # Over a group another rank may have the loss.
             if not self.scaled and not_scaled is None and not live.hooks.is_replayed and not live.is_one(state):
                 self.mistakes.look_for_scale(self.number, optimizer)
-            is_seen = is_look or turn.is_refused or turn.has_begun_to_step or self.losses.is_used
+            is_seen = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
             if self.guard is not None and not is_seen:
                 has_loss, has_norm = self.losses.number > 0, request.max_norm is not None
                 self.mistakes.look_for_values(self.guard.rule.of, has_loss=has_loss, has_norm=has_norm)
@@ -348,8 +348,8 @@ class Iteration:
             # If gradients are judged a second time their norm is not known any longer.
             if self.guard is not None and before[0] is Stage.READY:
                 turn.code = self._judge(self.guard, turn, optimizer, found.norm, state)
-            if turn.is_refused:
-                turn.code = claims.reason_code(Reason.REFUSED, agreement.rank())
+            if turn.refused:
+                turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
             turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, not_scaled)
         except GradscaleError as error:
@@ -373,7 +373,7 @@ class Iteration:
     def _never_scaled(self, turn: Turn, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
         """Look at the gradients of a loss that this rank has not scaled: a host read for each. None for others."""
         live = self.live
-        if turn.is_refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
+        if turn.refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
             return None
         # Nothing has to be divided.
         if live.never_scales or (live.scale() == 1.0 and (groups or live.is_known)):
@@ -387,7 +387,7 @@ class Iteration:
             return Presence.ZEROS
         return Presence.SOME if live.is_unused or turn.by_closure else None
 
-    def refuse(self, optimizer: Optimizer) -> None:
+    def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
         """Let no rank make the coming step of an optimizer."""
         require_step(optimizer)
         turn = self.turn_of(optimizer)
@@ -397,9 +397,9 @@ class Iteration:
         pending = turn.pending if turn.stage is Stage.UNSCALED else None
         if pending is not None and pending.groups:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
-        turn.is_refused = True
+        turn.refused = reason
         if pending is not None:
-            turn.code = claims.reason_code(Reason.REFUSED, self.agreement.rank())
+            turn.code = claims.reason_code(reason, self.agreement.rank())
             pending.refuse(turn.code)
 
     def _judge(
@@ -408,7 +408,7 @@ class Iteration:
         """Return the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # The losses are this optimizer's, whether it is judged by them or not.
         loss, self.losses = self.losses.mean(), self.losses._replace(is_used=True)
-        if turn.is_refused or turn.has_begun_to_step:
+        if turn.refused or turn.has_begun_to_step:
             return 0
         turn.judged = guard.judge(optimizer, loss, norm, lambda: state.scale)
         # Its reason is 0 or Reason.SPIKE, which is 1.
@@ -443,6 +443,13 @@ class Iteration:
             raise self.agreement.failure
         if pending is None or not pending.is_begun:
             self.wrong_order(_INCOMPLETE)
+        if turn.refused and not pending.is_judged:
+            if not self.agreement.is_alone:
+                self.wrong_order(
+                    "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
+                    "message tells the other ranks: let the framework's own flags skip the step on all ranks"
+                )
+            pending.refuse(claims.reason_code(turn.refused, self.agreement.rank()))
         try:
             return pending.read()
         except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
@@ -487,7 +494,7 @@ class Iteration:
         if self.agreement.failure is not None:
             raise self.agreement.failure
         for turn in self.turns:
-            if turn.is_refused and turn.stage is Stage.READY and new_scale is None:
+            if turn.refused and turn.stage is Stage.READY and new_scale is None:
                 self.wrong_order(
                     "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
                     "same object, which then makes no step, or end the iteration with update(get_scale())"
@@ -646,7 +653,7 @@ class Iteration:
     @property
     def is_at_boundary(self) -> bool:
         """Whether no optimizer's turn has begun."""
-        has_begun = (turn.is_refused or turn.stage is not Stage.READY for turn in self.turns)
+        has_begun = (turn.refused or turn.stage is not Stage.READY for turn in self.turns)
         return not self.is_inside_closure and not any(has_begun)
 
     def require_boundary(self, what: str) -> None:

@@ -122,7 +122,7 @@ class LiveState:
             saved = self.backend.with_numbers(state, dict(zip(ScaleState._fields, saved, strict=True)))
         self.state = self.backend.put(state, saved)
 
-    def advance(self, counts: Sequence[Array | int], held: Sequence[Array] = (), before: Saved | None = None) -> None:
+    def advance(self, counts: Sequence[Array | int], held: Sequence[Array], before: Saved) -> None:
         """Adapt the state to the counts of an iteration, unless all of ``held`` (0-d) are true. No host read.
 
         ``before`` is the state as ``saved`` has just returned it.
@@ -138,7 +138,6 @@ class LiveState:
             else:
                 found = self.home.maximum(found, count)
         is_held = functools.reduce(self.home.logical_and, held) if held else None
-        before = self.saved() if before is None else before
         if isinstance(found, int) and is_held is None and isinstance(before, list) and self.backend.takes_numbers:
             new = next_numbers(self.policy, before, found)
             if new is not None:

@@ -11,7 +11,7 @@ from gradscale.core.gradients import Found
 from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import LENGTH, Claim, Presence, Reason, Verdict, verdict_from
+from gradscale.scaler.claim import HELD, LENGTH, Claim, Presence, Reason, Verdict, verdict_from
 from gradscale.scaler.state import LiveState
 
 
@@ -25,7 +25,8 @@ class Pending:
     - ``is_late``, if the optimizer acts on it by itself: the same, but nobody reads it unless asked. Until then
       ``count``, ``skips``, ``held`` and ``reason`` answer with arrays of the device.
     - ``is_captured``, if a captured graph writes it at each replay: ``read`` anew each time, and never in ``known``.
-    - ``override``, if a framework has its own: that wins in each answer. It returns 0-d, 0 to make the step, or None.
+    - ``override``, if a framework judges by itself: it returns 0-d, 0 for finite gradients, or None, and takes the
+      place of the count. It overrules no spike and no refusal.
 
     ``not_scaled``: the gradients of a rank that has never scaled a loss.
     """
@@ -36,6 +37,8 @@ class Pending:
     is_judged = True
     is_late = is_captured = False
     _copy: HostRead | None = None
+    # The reason without the overflow, and whose it is.
+    _otherwise: tuple[Reason, int | None] = Reason.STEPPED, None
 
     def __init__(
         self,
@@ -58,6 +61,8 @@ class Pending:
         numbers = live.backend.peek(state) if groups else alone
         if not isinstance(code, int):
             (code,) = live.backend.peek((code,)) or (code,)
+        if isinstance(code, int):
+            self._note_code(code)
         if isinstance(count, int) and count:
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
         self._live, self._code, self._count = live, code, count
@@ -91,15 +96,20 @@ class Pending:
     def read(self) -> Verdict:
         """Return the verdict, read now if it is not yet (one host read), or a framework's in its place."""
         found = self.known or self._read()
-        shown = None if self.override is None else self.override()
+        shown = None if self.override is None or found.reason in HELD else self.override()
         if shown is None:
             return found
         xp = array_namespace(shown)
         is_bad = self._live.backend.read(xp.reshape(xp.astype(shown, xp.int32), (1,)))[0] > 0
         if found.reason is Reason.NO_GRADIENTS or is_bad != (found.reason > 0):
-            reason = Reason.OVERFLOW if is_bad else Reason.STEPPED
-            return found._replace(reason=reason, by=None, nonfinite=1 if is_bad else 0)
+            reason, by = (Reason.OVERFLOW, None) if is_bad else self._otherwise
+            return found._replace(reason=reason, by=by, nonfinite=1 if is_bad else 0)
         return found
+
+    def _note_code(self, code: int) -> None:
+        """Remember a spike or a refusal, which an overflow hides."""
+        is_held = claims.reason_number(code) in HELD
+        self._otherwise = claims.reason_and_rank(code) if is_held else (Reason.STEPPED, None)
 
     def _read(self) -> Verdict:
         ballot, copy, live = self._ballot, self._copy, self._live
@@ -116,18 +126,18 @@ class Pending:
             # A lazy library would compute all that it depends on once more in the update.
             self._count = live.home.asarray(claims.verdict_of(agreed, sent).nonfinite, dtype=live.home.int32)
             live.settle(self.state, fields)
+        # Alone, it may have been refused after the message was made.
+        is_own = isinstance(self._code, int) and not self.groups
+        self._note_code(self._code if is_own else claims.code_in(agreed))
         if self.groups:
             found = ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
         else:
             # No other rank has contributed, so an impossible value is the array library's fault.
             live.checked(fields)
             found = claims.verdict_of(agreed, sent)
-            if isinstance(self._code, int) and self._code:
-                # A refusal after the message was made.
-                reason, by = claims.reason_and_rank(self._code)
+            if found.nonfinite or self._otherwise[0]:
+                reason, by = (Reason.OVERFLOW, self._rank()) if found.nonfinite else self._otherwise
                 found = found._replace(reason=reason, by=by)
-            if found.nonfinite:
-                found = found._replace(reason=Reason.OVERFLOW, by=self._rank())
         live.require_possible(found.scale)
         if not self.is_captured:
             self.known = found
@@ -150,14 +160,19 @@ class Pending:
 
         None for a verdict that moves no scale.
         """
-        known = self.known
-        if self._is_idle if known is None else not (known.moves_scale or self.read().moves_scale):
-            return None
+        known = self.known if self.override is None or self.known is None else self.read()
+        return None if (self._is_idle if known is None else not known.moves_scale) else self._judged()
+
+    def _judged(self) -> Array | int:
+        """Return the count that decides: a framework's, if it has one and no spike or refusal stands against it."""
         shown = None if self.override is None else self.override()
         if shown is None:
             return self._overflow()
-        code = 0 if known is not None else self._agreed_code()
-        return shown if isinstance(code, int) else array_namespace(shown).where(code != 0, self._overflow(), shown)
+        code = 0 if self.known is not None else self._agreed_code()
+        if isinstance(code, int) and code == 0:
+            return shown
+        own, xp = self._overflow(), array_namespace(shown)
+        return xp.where((own == 0) & (code != 0), xp.zeros_like(shown), shown)
 
     def _overflow(self) -> Array | int:
         """Return the agreed count, 0-d, or 1 for any number."""
@@ -179,12 +194,9 @@ class Pending:
 
     def skips(self) -> Array | bool:
         """Return whether the ranks skip the step, 0-d, 0 if they do not, if the host does not know; no host read."""
-        shown = None if self.override is None else self.override()
-        if shown is not None:
-            return shown
         if self.known is not None:
-            return self.known.reason > 0
-        own, code = self._overflow(), self._agreed_code()
+            return self.read().reason > 0
+        own, code = self._judged(), self._agreed_code()
         if isinstance(code, int):
             return array_namespace(own).ones_like(own) if code else own
         return (own != 0) | (code != 0)
@@ -194,21 +206,22 @@ class Pending:
         code = self._agreed_code()
         if isinstance(code, int) and code == 0:
             return False
-        is_clean = self._overflow() == 0
+        is_clean = self._judged() == 0
         return is_clean if isinstance(code, int) else is_clean & (code != 0)
 
     def reason(self) -> Reason | Array:
         """Return why the ranks skip the step; its number as a 0-d int32 if the host does not know."""
         if self.known is not None or not self.is_late:
             return self.read().reason
-        own, given = self._overflow(), claims.reason_number(self._agreed_code())
+        own, given = self._judged(), claims.reason_number(self._agreed_code())
         xp = array_namespace(own)
         number = xp.full_like(own, given, dtype=xp.int32) if isinstance(given, int) else given
         return xp.where(own != 0, xp.full_like(number, Reason.OVERFLOW), number)
 
     def refuse(self, code: int) -> None:
         """Skip the step of a process that decides alone."""
-        self._code, self.override = code, None
+        self._code = code
+        self._note_code(code)
         if self.known is not None and not self.known.nonfinite:
-            reason, by = claims.reason_and_rank(code)
+            reason, by = self._otherwise
             self.known = self.known._replace(reason=reason, by=by)

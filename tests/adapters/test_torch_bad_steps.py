@@ -11,6 +11,7 @@ import pytest
 from axes_torch import GradScaler, StepGuard, TorchScaler, torch
 from host_cuda import installed, on_host
 from small_torch import Small, groups_in_use
+from torch.amp.grad_scaler import OptState
 
 import gradscale
 
@@ -69,16 +70,39 @@ def test_a_spike_is_skipped_on_a_device_without_a_host_read(cuda, name: str, wai
     assert stepped == [reason == "stepped" for reason in REASONS]
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
-def test_a_refusal_is_obeyed_after_a_framework_has_looked_at_the_verdict(name: str):
-    run = made(name, "cuda")
+@pytest.mark.parametrize(
+    "order", ["look refuse", "judge refuse", "refuse judge", "look judge refuse", "refuse look judge"]
+)
+@pytest.mark.parametrize(("name", "home"), [("SGD", "cpu"), ("SGD", "cuda"), ("AdamW-fused", "cuda")])
+def test_a_refusal_is_obeyed_whatever_a_framework_sees_or_writes(name: str, home: str, order: str):
+    run = made(name, home)
     before = held(run)
     run.give(1.0)
-    run.scaler.unscale_(run.optimizer)
-    assert run.scaler._found_inf_per_device(run.optimizer)
-    run.scaler.refuse(run.optimizer)
+
+    def look():
+        run.scaler.unscale_(run.optimizer)
+        assert run.scaler._found_inf_per_device(run.optimizer)
+
+    def judge():
+        finite = {torch.device(home): torch.zeros(1, device=home)}
+        state = run.scaler._per_optimizer_states[id(run.optimizer)]
+        state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, finite
+
+    calls = {"look": look, "judge": judge, "refuse": lambda: run.scaler.refuse(run.optimizer)}
+    for call in order.split():
+        calls[call]()
     run.step()
-    assert (run.report.reason, held(run)) == ("refused", before)
+    assert (run.report.reason, run.report.by, held(run), run.scaler.get_scale()) == ("refused", 0, before, 4.0)
+
+
+def test_a_refusal_that_no_message_tells_the_other_ranks_is_an_error():
+    run = made("SGD", "cuda", groups=1)
+    run.give(1.0)
+    run.scaler.refuse(run.optimizer)
+    state = run.scaler._per_optimizer_states[id(run.optimizer)]
+    state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cuda"): torch.zeros(1)}
+    with pytest.raises(gradscale.CallOrderError, match="of which no message tells the other ranks"):
+        run.scaler.step(run.optimizer)
 
 
 def test_a_loss_is_judged_where_it_is():
@@ -172,16 +196,6 @@ def test_a_wrapper_that_skips_by_itself_needs_no_state():
         run.scaler.step(Wrapper(run.optimizer))
         run.scaler.update()
         assert run.held == [[weight] * 2]
-
-
-def test_a_refusal_wins_over_a_flag_that_a_framework_has_looked_at():
-    run = Small(GradScaler("cpu"), start=1.0)
-    run.give(1.0)
-    run.scaler.unscale_(run.optimizer)
-    (flag,) = run.scaler._per_optimizer_states[id(run.optimizer)]["found_inf_per_device"].values()
-    run.scaler.refuse(run.optimizer)
-    run.step()
-    assert (flag.item(), run.report.reason, run.held) == (0.0, "refused", [[1.0, 1.0]])
 
 
 def test_a_refused_first_step_of_a_fused_optimizer_leaves_no_momentum():

@@ -228,15 +228,17 @@ class Life:
             run.give(*values)
 
     def look(self, run: Run):
-        """Look at a verdict as frameworks do, and skip the step now and then."""
+        """Look at a verdict as frameworks do, and write another one now and then."""
         flags = self.scaler._found_inf_per_device(run.optimizer)
         self.seen.append(max(flag.item() for flag in flags.values()))
         assert set(flags) >= {parameter.grad.device for parameter in run.parameters}
         if self.groups is not None:
             assert len({flag.item() for flag in flags.values()}) == 1
         if self.draws(0.3):
+            is_finite = all(on_host(parameter.grad).isfinite().all() for parameter in run.parameters)
+            verdict = self.chance.choice([0.0, 1.0]) if is_finite else 1.0
             for flag in flags.values():
-                flag.fill_(1.0)
+                flag.fill_(verdict)
 
     def step(self, run: Run):
         scaler, optimizer = self.scaler, run.optimizer

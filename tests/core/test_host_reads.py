@@ -126,5 +126,5 @@ def test_a_policy_that_does_not_say_may_use_all_of_int32():
 
     live = LiveState(Own())
     live.current(np.float32(1.0))
-    live.advance([0])
+    live.advance([0], (), live.saved())
     assert live.numbers()["growth_tracker"] == LARGEST_INT32

@@ -107,9 +107,9 @@ def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str):
         first, second = second, first  # type: ignore[assignment]
     live = LiveState(first)
     live.current(np.zeros((), np.float32))
-    live.advance([0])
+    live.advance([0], (), live.saved())
     live.load(second, {"scale": 4.0})
-    live.advance([np.asarray(1, np.int32) if needs_arrays == "after" else 1])
+    live.advance([np.asarray(1, np.int32) if needs_arrays == "after" else 1], (), live.saved())
     assert live.scale() == 2.0
 
 
