@@ -10,7 +10,7 @@ import json
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace
@@ -21,7 +21,6 @@ from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, GradscaleError, ScaleDesyncError
-from gradscale.policies.spikes import SkipSpikes
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import Claim, Outcome, Verdict
 from gradscale.scaler.state import LiveState
@@ -86,19 +85,18 @@ class Met(NamedTuple):
 class Agreement:
     """With whom a scaler agrees, why it cannot go on, and the numbers by which ranks tell their messages apart.
 
-    ``groups`` is None while they are not known. After a ``failure`` the iteration can only be abandoned.
+    ``groups`` is None while they are not known. ``options`` are those of the scaler that must be the same on all ranks.
+    After a ``failure`` the iteration can only be abandoned.
     """
 
     def __init__(
         self,
         groups: Sequence[Collectives] | None = (),
-        *,
-        diagnoses: bool = False,
-        skip: SkipSpikes | None = None,
+        options: Mapping[str, object] | None = None,
         own_rank: Callable[[], int | None] | None = None,
     ) -> None:
         self._groups = groups
-        self._diagnoses, self._skip = diagnoses, skip
+        self._options = options or {}
         self._own_rank = own_rank
         self.failure: GradscaleError | None = None
         # Why the groups can no longer be used.
@@ -223,17 +221,16 @@ class Agreement:
     # The contents of a message.
 
     def identify(self, policy: Policy) -> int:
-        """Return the number that tells policies and rules apart, and whether the scaler diagnoses."""
+        """Return the number that tells policies and options apart."""
         if self._policy is not policy:
-            rule = 0 if self._skip is None else claims.identify(self._skip)
-            self._identity = claims.identify(policy) ^ rule ^ self._diagnoses
+            self._identity = claims.identify(policy, self._options)
             # Another kind may change in place.
             self._policy = policy if validation.is_fixed(policy) else None
         return self._identity
 
     def settings(self, policy: Policy) -> str:
         """Return in words the settings that :meth:`identify` hashes."""
-        return f"{shown(policy)}, diagnose={self._diagnoses}, skip={shown(self._skip)}"
+        return ", ".join([shown(policy), *(f"{name}={shown(value)}" for name, value in self._options.items())])
 
     def met(self, optimizer: object) -> Met:
         """Return an optimizer as the ranks compare it."""
@@ -305,7 +302,7 @@ class Agreement:
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: without groups, which do not travel."""
         groups = () if self.is_alone else None
-        fresh = Agreement(groups, diagnoses=self._diagnoses, skip=self._skip, own_rank=self._own_rank)
+        fresh = Agreement(groups, self._options, self._own_rank)
         fresh._lost_names = self._lost_names.union(self._names.values())
         return fresh.__dict__
 

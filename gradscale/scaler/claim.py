@@ -15,7 +15,7 @@ words of ranks that differ, travel in rounds of such messages, in the place of t
 shorter. It goes before all others over a group, since another version may make them of another form.
 
 No other file knows the layout. One more thing to agree on is one more field of the claim, before ``kind``, which
-``Iteration.next_claim`` fills; or a part of ``Agreement.identify`` and ``settings``, if it is an option of the scaler.
+``Iteration.next_claim`` fills; an option of the scaler is one more of those that ``parts_of`` gives to the agreement.
 """
 
 from __future__ import annotations
@@ -555,8 +555,8 @@ def require_one_version(values: Sequence[int], own: Sequence[int], where: str) -
 _Form: TypeAlias = "str | bytes | tuple[_Form, ...] | None"
 
 
-def identify(policy: object) -> int:
-    """Return a hash of a policy's settings, or of its name, from 0 to 2**31-1."""
+def identify(policy: object, options: Mapping[str, object] | None = None) -> int:
+    """Return a hash of a policy's settings, or of its name, and of other options, from 0 to 2**31-1."""
     text = type(policy).__qualname__
     if dataclasses.is_dataclass(policy):
         what = f"the policy {text}"
@@ -566,6 +566,7 @@ def identify(policy: object) -> int:
         except RecursionError as error:
             msg = f"{what} must be the same value in every process, got one that is too deep or holds itself"
             raise InvalidTypeError(msg) from error
+    text += "".join(f"{name}={_form(value, name)!a}" for name, value in (options or {}).items())
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 

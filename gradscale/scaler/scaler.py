@@ -46,8 +46,9 @@ def parts_of(
 ) -> Parts:
     """Return the parts of a scaler with these options."""
     live, reports, guard = LiveState(policy_of(options), backend), Reports(options), guard_for(options.get("skip"))
-    skip = None if guard is None else guard.rule
-    agreement = Agreement(groups, diagnoses=reports.diagnoses, skip=skip, own_rank=own_rank)
+    # What ranks must have in common, since each acts on it at the same time as all others.
+    common = {name: options.get(name) for name in ("diagnose", "skip", "give_up_after")}
+    agreement = Agreement(groups, common, own_rank)
     return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard)
 
 

@@ -77,11 +77,18 @@ def without_a_loss(group, library: str):
     return report
 
 
-def another_rule(group, odd_rank: int) -> str:
-    """Let one rank hold another rule."""
+OPTIONS = {
+    "window=9": {"skip": gradscale.SkipSpikes(window=9)},
+    "diagnose='on_overflow'": {"diagnose": "on_overflow"},
+    "give_up_after=9": {"give_up_after": 9},
+}
+
+
+def another_option(group, odd_rank: int, said: str) -> str:
+    """Give a scaler on one rank another option."""
     rank, _ = rank_and_size(group)
-    rule = gradscale.SkipSpikes(window=9) if rank == odd_rank else RULE
-    error = raised(gradscale.ScaleDesyncError, lambda: trained(group, "numpy", 1, skip=rule))
+    given = OPTIONS[said] if rank == odd_rank else {}
+    error = raised(gradscale.ScaleDesyncError, lambda: trained(group, "numpy", 1, **given), said)
     return str(error).partition("settings: ")[2]
 
 
