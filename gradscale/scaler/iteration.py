@@ -443,7 +443,9 @@ class Iteration:
             raise self.agreement.failure
         if pending is None or not pending.is_begun:
             self.wrong_order(_INCOMPLETE)
-        if turn.refused and not pending.is_judged:
+        if not pending.is_judged and self.guard is not None:
+            self.mistakes.look_for_values(self.guard.rule.of, has_loss=False, has_norm=False)
+        if not pending.is_judged and turn.refused:
             if not self.agreement.is_alone:
                 self.wrong_order(
                     "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "

@@ -95,6 +95,16 @@ def test_a_refusal_is_obeyed_whatever_a_framework_sees_or_writes(name: str, home
     assert (run.report.reason, run.report.by, held(run), run.scaler.get_scale()) == ("refused", 0, before, 4.0)
 
 
+def test_a_rule_for_spikes_says_that_a_framework_leaves_it_nothing_to_judge():
+    run = made("SGD", "cuda", skip=RULE)
+    run.give(1.0)
+    state = run.scaler._per_optimizer_states[id(run.optimizer)]
+    state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cuda"): torch.zeros(1)}
+    with pytest.warns(UserWarning, match="skip= judges norm, and found nothing in this step.* call unscale_"):
+        run.step()
+    assert run.report.reason == "stepped"
+
+
 def test_a_refusal_that_no_message_tells_the_other_ranks_is_an_error():
     run = made("SGD", "cuda", groups=1)
     run.give(1.0)
