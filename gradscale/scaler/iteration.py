@@ -446,11 +446,6 @@ class Iteration:
         if not pending.is_judged and self.guard is not None:
             self.mistakes.look_for_values(self.guard.rule.of, has_loss=False, has_norm=False)
         if not pending.is_judged and turn.refused:
-            if not self.agreement.is_alone:
-                self.wrong_order(
-                    "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
-                    "message tells the other ranks: let the framework's own flags skip the step on all ranks"
-                )
             pending.refuse(claims.reason_code(turn.refused, self.agreement.rank()))
         try:
             return pending.read()
@@ -462,6 +457,11 @@ class Iteration:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
+        if turn.refused and turn.pending is not None and not (turn.pending.is_judged or self.agreement.is_alone):
+            self.wrong_order(
+                "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
+                "message tells the other ranks: let the framework's own flags skip the step on all ranks"
+            )
         verdict = self.verdict(turn)
         if verdict.reason is Reason.NO_GRADIENTS:
             # The optimizer can begin its turn again.

@@ -113,6 +113,9 @@ def test_a_refusal_that_no_message_tells_the_other_ranks_is_an_error():
     state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cuda"): torch.zeros(1)}
     with pytest.raises(gradscale.CallOrderError, match="of which no message tells the other ranks"):
         run.scaler.step(run.optimizer)
+    run.scaler.load_state_dict(run.scaler.state_dict())
+    run.iterate(1.0)
+    assert run.report.reason == "stepped"
 
 
 def test_a_loss_is_judged_where_it_is():
