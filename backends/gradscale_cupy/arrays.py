@@ -99,11 +99,7 @@ class CupyBackend(Backend):
         dtype: DTypeLike | None = None,
         out: Sequence[Array] | None = None,
     ) -> tuple[Sequence[Array], Array, Array]:
-        """Like ``unscale``, and return the sum of the squares of all unscaled elements from the same pass.
-
-        It is 0-d float64 on the state's device; in it the order of the elements depends on how the arrays are aligned,
-        and on nothing else.
-        """
+        """Unscale, and add up the squares in the same pass, in an order by the arrays' alignment and nothing else."""
         targets, (nonfinite, squares) = _unscale(grads, state, dtype, out, squares=True)
         return targets, nonfinite, squares
 
@@ -136,7 +132,6 @@ def _unscale(
 
 
 def _moved(x: Array, device: cupy.cuda.Device) -> Array:
-    """Return a 0-d array on a device, itself or a copy; the streams wait for each other, and not the host."""
     if x.device == device:
         return x
     with x.device:
@@ -185,11 +180,9 @@ def _empty_for(grad: Array, dtype: DTypeLike | None) -> Array:
 
 
 class Prepared(NamedTuple):
-    """Arrays of one device with the tables for their launches, and arrays that no kernel takes, with their targets.
+    """Arrays of one device with the tables for their launches, and arrays that no kernel takes, with their targets."""
 
-    The tables belong to the current stream: CuPy gives their memory only to work behind them there.
-    """
-
+    # They belong to the current stream: CuPy gives their memory only to work behind them there.
     tables: list[Launch]
     sources: list[Array]
     targets: list[Array]
@@ -261,7 +254,6 @@ def _assign(targets: Sequence[Array], values: Sequence[Array]) -> None:
 
 
 def _launch(kernel: str, table: Launch, *arguments: Array) -> None:
-    """Launch a kernel on the current device and stream, with a block for each chunk."""
     _kernel(kernel)((len(table.chunks),), (_THREADS,), (table.table, table.chunks, np.int32(CHUNK), *arguments))
 
 

@@ -97,6 +97,7 @@ class NCCLGroupBackend:
         ----------
         group : cupy.cuda.nccl.NcclCommunicator or cupyx.distributed.NCCLBackend
             One communicator for each process or thread; of several in one thread the first would wait for the second.
+            InvalidTypeError for anything else.
         timeout : float
             Seconds to wait for the other ranks in each collective; ``math.inf`` for ever.
 
@@ -104,8 +105,6 @@ class NCCLGroupBackend:
         ------
         BackendNotAvailableError
             When CuPy finds no NCCL library, and names the package; or no device that it can use.
-        InvalidTypeError
-            For anything but a communicator.
         BackendError
             When the communicator was destroyed, or an earlier collective over it given up.
 

@@ -37,12 +37,10 @@ Place: TypeAlias = tuple[int, Kind]
 
 
 class Launch(NamedTuple):
-    """One call of a kernel: the dtypes in its name, a row for each array, and for each block a row and its chunk.
-
-    The tables are NumPy's in a plan, and those of a device in a launch.
-    """
+    """One call of a kernel: the dtypes in its name, a row for each array, and for each block a row and its chunk."""
 
     pair: str
+    # NumPy's in a plan, and those of a device in a launch.
     table: Array
     chunks: Array
 

@@ -52,5 +52,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names; without optax those that do not need it."""
     return [name for name in __all__ if name in globals() or find_spec("optax")]

@@ -177,11 +177,9 @@ def count_nonfinite(arrays: _Arrays) -> jax.Array:
 
 
 def _is_bad(x: jax.Array) -> jax.Array:
-    """Return whether an array holds an inf or NaN.
-
-    Half precision is judged by its bits: on GPUs XLA leaves out the rounding to it if it is widened again.
-    """
+    """Tell whether an array holds an inf or NaN."""
     if x.dtype in (jnp.float16, jnp.bfloat16):
+        # By the bits: on GPUs XLA leaves out the rounding to half precision if that is widened again.
         exponent = 0x7C00 if x.dtype == jnp.float16 else 0x7F80
         return jnp.any((lax.bitcast_convert_type(x, jnp.int16) & exponent) == exponent)
     wide = widened(x if x.dtype.itemsize > 1 else lax.optimization_barrier(x))

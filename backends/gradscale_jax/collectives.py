@@ -124,10 +124,7 @@ class Verdict(NamedTuple):
 
     @property
     def taken(self) -> jax.Array:
-        """0-d bool: whether to take the step; for ``gradscale_jax.select``, ``jnp.where`` or ``lax.cond``.
-
-        It is ``finite`` unless spikes are skipped, too.
-        """
+        """0-d bool: take the step; ``finite`` if no spikes are skipped. For ``select``, ``jnp.where``, ``lax.cond``."""
         return jnp.logical_and(self.finite, jnp.logical_not(self.spike))
 
     def __repr__(self) -> str:
@@ -158,9 +155,6 @@ class Verdict(NamedTuple):
     def check(self, policy: Policy | None = None, params: object = None) -> None:
         """Raise on the host what a compiled step cannot; waits for the step, so call it as often as you log.
 
-        With ``warn_after=`` each check warns, by a TrainingStalledWarning, once so many steps in a row were skipped and
-        the scale falls no longer.
-
         Parameters
         ----------
         policy : Policy, optional
@@ -176,8 +170,9 @@ class Verdict(NamedTuple):
             For a traced verdict; when the ranks held different states, whose fields it names; when the policy's minimum
             was reached with ``at_min="raise"`` and gradients still overflow.
         TrainingStalledError
-            With ``give_up_after=``, once so many steps in a row were skipped. Nothing is changed: the state that the
-            step returned can be saved, and used on.
+            With ``give_up_after=``, once so many steps in a row were skipped; with ``warn_after=`` each check warns, by
+            a TrainingStalledWarning, once so many were and the scale falls no longer. Nothing is changed: the state
+            that the step returned can be saved, and used on.
         """
         if any(isinstance(field, jax.core.Tracer) for field in self):
             msg = "check() reads from the device: call it outside of jit, on the verdict that the step returns"
@@ -239,10 +234,7 @@ def _tell_of_stall(tally: jax.Array, params: object) -> None:
 
 
 def _broken_weights(params: object, minimum: float | None) -> str:
-    """Return in words that parameters hold inf or NaN; empty if they do not. One host read.
-
-    ``minimum`` is None if nothing was scaled.
-    """
+    """Say that parameters hold inf or NaN, if they do; one host read. ``minimum``: None if nothing was scaled."""
     leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     held = {name: x for name, x in leaves.items() if isinstance(x, jax.Array) and is_floating(x)}
     found = zip(held, JaxBackend().read_summaries([*held.values()])[0], strict=True)

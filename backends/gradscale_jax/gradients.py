@@ -201,7 +201,6 @@ def value_and_grad(
 
 
 def _indices(argnums: Any) -> int | tuple[int, ...]:
-    """Return ``argnums`` as jax takes it: one number, or numbers that can be iterated over."""
     try:
         return operator.index(argnums)
     except TypeError:
@@ -263,7 +262,6 @@ def _is_differentiable(leaf: object, *, allow_int: bool) -> bool:
 
 
 def _require_loss(value: Any, has_aux: bool) -> jax.Array:
-    """Return the loss in the value of a user's function, as an array."""
     if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
         msg = f"with has_aux=True fun must return a pair (loss, aux), got {shown(value)}"
         raise InvalidTypeError(msg)

@@ -40,11 +40,6 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     name : str, optional
         As in Keras.
 
-    Attributes
-    ----------
-    scale_state : ScaleState
-        The scale and its trackers, as arrays of JAX.
-
     Raises
     ------
     InvalidTypeError
@@ -78,7 +73,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
 
     @property
     def scale_state(self) -> ScaleState:
-        """The scale and its trackers."""
+        """The scale and its trackers, as arrays of JAX."""
         return ScaleState(*[field.value for field in self.fields])
 
     def build(self, var_list: Sequence[object]) -> None:

@@ -42,20 +42,7 @@ class ScaledOptimizerState(_Stored):
     ``optax.tree_utils.tree_get`` and ``tree_set`` find what ``tx`` calls ``count``, ``scale`` or ``skipped``: in the
     pytree, in checkpoints and as keywords of the constructor, the fields are ``gradscale_scale_state``,
     ``gradscale_inner_state``, ``gradscale_verdict``, ``gradscale_skipped`` and ``gradscale_windows``, and hold plain
-    tuples. Read the attributes below; ``opt_state._replace`` takes their names.
-
-    Attributes
-    ----------
-    scale_state : ScaleState
-        To scale the next loss with; :func:`scale_state` finds it.
-    inner_state : pytree
-        The inner transformation's state after the last step that was taken.
-    verdict : Verdict
-        The last step's; before the first one a clean verdict. :func:`verdict_of` finds it. It holds the counts.
-    skipped : array
-        0-d int32: steps skipped so far; stays at the largest int32.
-    windows : SpikeState, optional
-        The values that ``skip`` compares with, a row for each of ``skip.of``; None if spikes are not skipped.
+    tuples. Read the properties below; ``opt_state._replace`` takes their names.
 
     Examples
     --------
@@ -70,32 +57,31 @@ class ScaledOptimizerState(_Stored):
 
     @property
     def scale_state(self) -> ScaleState:
-        """The state to scale the next loss with."""
+        """The state to scale the next loss with; :func:`scale_state` finds it."""
         return _made(ScaleState, self.gradscale_scale_state)
 
     @property
     def inner_state(self) -> optax.OptState:
-        """The inner transformation's state."""
+        """The inner transformation's state after the last step that was taken."""
         return self.gradscale_inner_state
 
     @property
     def verdict(self) -> Verdict:
-        """The last step's verdict."""
+        """The last step's verdict, which holds the counts; at first a clean one. :func:`verdict_of` finds it."""
         return _made(Verdict, self.gradscale_verdict)
 
     @property
     def skipped(self) -> jax.Array:
-        """Steps skipped so far."""
+        """0-d int32: steps skipped so far; stays at the largest int32."""
         return self.gradscale_skipped
 
     @property
     def windows(self) -> SpikeState | None:
-        """The values that ``skip`` compares with."""
+        """The values that ``skip`` compares with, a row for each of ``skip.of``; None if spikes are not skipped."""
         held = self.gradscale_windows
         return _made(SpikeState, next(iter(held.values()), None) if isinstance(held, dict) else held)
 
     def _replace(self, **changes: Any) -> ScaledOptimizerState:
-        """Return a state with other attributes."""
         changes |= {name: _fields(x) for name, x in changes.items() if isinstance(x, ScaleState | Verdict | SpikeState)}
         if type(windows := changes.get("windows")) is tuple:
             # A transformation refuses windows without a name.
@@ -132,13 +118,10 @@ def scaled(
         Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters: float32
         for float16 parameters, in whose dtype the ``eps`` of Adam would be 0. Default: that of each gradient.
     skip : SkipSpikes, optional
-        Skip spikes, too, of the global norm of the unscaled gradients and of the loss that ``update`` is given as
-        ``value=``; the scale stays as it is. Each rank of ``axis_name`` judges its own values, and all skip together;
-        for windows that are equal on all ranks give the mean of the loss, and hold whole gradients. Default: none.
+        As for ``value_and_grad``, with the loss that ``update`` is given as ``value=``. Each rank of ``axis_name``
+        judges its own values, and all skip together.
     warn_after, give_up_after : int, optional
-        Count the steps made and skipped: ``verdict_of(opt_state).counts()``. After so many skipped steps in a row
-        ``verdict_of(opt_state).check(policy, params)`` warns by a TrainingStalledWarning, or raises
-        TrainingStalledError, on all ranks of ``axis_name``. Default: none; if both are, nothing is counted.
+        As for ``value_and_grad``; ``verdict_of(opt_state)`` has the counts and the ``check``.
 
     Returns
     -------
@@ -316,7 +299,6 @@ def _made(kind: Callable[..., T], fields: Any) -> T:
 
 
 def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):
         # Its own gradient_transformation() would drop them.
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)

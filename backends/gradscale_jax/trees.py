@@ -50,10 +50,8 @@ def unscale(grads: T, state: ScaleState, *, dtype: DTypeLike | None = None) -> t
     ----------
     grads : pytree
         Integers and float0 pass through and are not counted; leaves that are spread over a mesh count as wholes.
-    state : ScaleState
-        The state that the loss was scaled with; unchanged.
-    dtype : dtype, optional
-        Wanted dtype of real leaves, such as float32 for float16 parameters with float32 masters.
+    state, dtype
+        As for :func:`gradscale.unscale`.
 
     Examples
     --------

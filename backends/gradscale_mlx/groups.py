@@ -75,11 +75,7 @@ class MlxCollectives:
         return self._group.group
 
     def start_max(self, x: Array, /) -> Callable[[], Array]:
-        """Begin an element-wise MAX all-reduce of a 1-d int32 array; the returned call finishes it.
-
-        The host reads an array of another library now. The call returns a new array of the same library and device, or
-        raises CollectiveTimeoutError if some rank does not come, and BackendError for MLX's own errors.
-        """
+        """Begin a MAX all-reduce as :class:`gradscale.Collectives` do; the host reads another library's array now."""
         self._group.require_usable()
         require_message(x)
         is_own = isinstance(x, mx.array)

@@ -50,16 +50,10 @@ class ModelAndOptimizer:
         self.optimizer.update(self.model, self.grads)
 
     def step_if(self, pred: mx.array, grads: object) -> None:
-        """Update the model, or leave it and the optimizer's state as they are, without a host read.
+        """Update the model by unscaled ``grads`` if ``pred`` (0-d bool, such as ``nonfinite == 0``); no host read.
 
-        Also in a function for ``mx.compile`` that captures ``model.state`` and ``optimizer.state``.
-
-        Parameters
-        ----------
-        pred : array
-            0-d bool: whether to make the step, such as ``nonfinite == 0``.
-        grads : nested containers of arrays
-            Unscaled.
+        Else the model and the optimizer's state stay as they are. Also in a function for ``mx.compile`` that captures
+        ``model.state`` and ``optimizer.state``.
         """
         self.optimizer.init(grads)  # What it has is kept.
         before = tree_map(lambda x: x, self._state())

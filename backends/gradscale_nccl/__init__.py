@@ -92,16 +92,11 @@ class NCCLBackend:
         ----------
         group : nccl.core.Communicator
             One that blocks, as it does without ``NCCLConfig(blocking=False)`` and NCCL_COMM_BLOCKING=0. One for each
-            process or thread; of several in one thread the first would wait for the second.
+            process or thread; of several in one thread the first would wait for the second. InvalidTypeError for
+            anything else, and for one that was destroyed or aborted; BackendError if an earlier collective over it was
+            given up.
         timeout : float
             Seconds to wait for the other ranks in each collective; ``math.inf`` for ever.
-
-        Raises
-        ------
-        InvalidTypeError
-            For anything but a communicator, and for one that was destroyed or aborted.
-        BackendError
-            When an earlier collective over it was given up.
 
         Notes
         -----

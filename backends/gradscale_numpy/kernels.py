@@ -194,7 +194,6 @@ def _widen_finite_half(source: Array, out: Array, inverse: np.float32) -> bool |
 
 
 def _is_finite(block: Array) -> bool:
-    """Return whether every element of the block is finite."""
     if block.dtype in (_SINGLE, _DOUBLE) and block.ndim == 1 and block.flags.carray:
         # No square is negative, so no infinity cancels. Finite values may overflow: the exact test is below.
         if block.size <= _ROW:

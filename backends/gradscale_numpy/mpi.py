@@ -99,11 +99,11 @@ class MPICollectives:
     InvalidTypeError, InvalidValueError
         For an intercommunicator, and for a null communicator.
     CollectiveTimeoutError
-        When some rank does not construct its own in time.
+        When some rank does not construct its own in time, or does not come to a collective.
     CallOrderError
         When MPI is not initialised, or finalised.
     BackendError
-        When an earlier collective over the communicator was given up; in a child after fork, for its parent's MPI.
+        When MPI fails, and after that or a collective that was given up; in a child after fork, for its parent's MPI.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
@@ -150,12 +150,7 @@ class MPICollectives:
         return self._group.group
 
     def start_max(self, x: Array, /) -> Callable[[], Array]:
-        """Begin an element-wise MAX all-reduce of a 1-d int32 array; the returned call finishes it.
-
-        The host reads an array of a device now. The call returns a new array of the same library and device, or raises
-        CollectiveTimeoutError if some rank does not come, and BackendError for MPI's own errors. After either, and in a
-        child after fork, this raises BackendError; CallOrderError if MPI was finalised.
-        """
+        """Begin a MAX all-reduce as :class:`gradscale.Collectives` do; the host reads a device's array now."""
         _require_not_finalized()
         self._group.require_usable()
         require_message(x)
@@ -180,7 +175,6 @@ class MPICollectives:
         return np.zeros((), dtype=np.float32)
 
     def _wait(self, request: MPI.Request, operation: str) -> None:
-        """Poll a request until it is done or the time is over."""
         _require_not_finalized()
         self._group.run(self._group.until, request.Test, operation)
         _under_way.pop(id(request), None)

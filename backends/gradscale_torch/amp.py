@@ -200,9 +200,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         Parameters
         ----------
         outputs : tensor, mapping or iterable of tensors
-            On any devices; part of their autograd graph.
+            On any devices; part of their autograd graph. InvalidValueError for any other object.
         loss : tensor, number or False, optional
-            A scaler with ``skip=`` judges it in place of these outputs; as in :meth:`gradscale.GradScaler.scale`.
+            As in :meth:`gradscale.GradScaler.scale`.
 
         Returns
         -------
@@ -210,11 +210,6 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             New tensors, with torch's promotion: a 0-d half loss becomes float32 (ShardedGradScaler keeps its dtype).
             Iterables that are no containers come back as iterators. The very same object if the scaler is disabled.
             No host read, no collective.
-
-        Raises
-        ------
-        InvalidValueError
-            For any other object.
         """
         return super().scale(outputs, loss=loss)
 
@@ -245,8 +240,6 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
         Raises
         ------
-        CallOrderError
-            When it was called already, or after ``step``, or before any ``scale``.
         InvalidValueError
             For float16 gradients that are not allowed, and ``max_norm`` for plain tensors over a group or DTensors of
             meshes over different ranks.
@@ -254,11 +247,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             For a gradient that is expanded, or whose elements overlap when the optimizer's parameters are met first.
         InvalidTypeError
             When a parameter is no tensor, or a gradient is one of integers.
-
-        Warns
-        -----
-        UserWarning
-            Once for a scaler without a group, when nothing was scaled in this iteration; ``step``, too.
+        CallOrderError
+            As in :meth:`gradscale.GradScaler.unscale_`, and so is the warning.
         """
         norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm)
         return norm
@@ -312,13 +302,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     step_schedule = hosts.untraced(gradscale.GradScaler.step_schedule)
 
     def set_group(self, group: object) -> None:
-        """Agree over another group from now on; None for the default of the constructor.
-
-        Raises
-        ------
-        CallOrderError
-            In the middle of an iteration, unless its agreement has failed: it is then abandoned.
-        """
+        """Agree over another group, as in :class:`gradscale.ShardedGradScaler`; None for the constructor's default."""
         iteration_of(self).require_boundary("set_group()")
         self._rejoins = group is None
         if group is None:
@@ -346,7 +330,6 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         return hosts.as_torchs_pickle(self, self._device) | {"gradscale": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle of one of these or of torch's."""
         if "gradscale" in state:
             super().__setstate__(state["gradscale"])
             if self._rejoins and iteration_of(self).agreement.is_unjoined:
@@ -442,17 +425,8 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
         The ranks that skip together. Default: all ranks if torch.distributed is initialized and there are several, with
         DDP, too, since each rank has a loss of its own.
-    timeout : float, default 1800.0
-        Seconds to wait for the other ranks.
-    enabled : bool, default True
-        False makes every method pass through.
-    on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
-        As in :class:`gradscale.GradScaler`.
-
-    Raises
-    ------
-    InvalidTypeError
-        For settings of a scale, such as ``init_scale`` or ``policy``, and for ``device``.
+    timeout, enabled, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
+        As in :class:`gradscale.StepGuard`. InvalidTypeError for settings of a scale, and for ``device``.
 
     Notes
     -----

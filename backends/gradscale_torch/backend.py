@@ -290,7 +290,6 @@ class TorchBackend(Backend):
         return tuple(gradients.local_tensor(x).shape)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the attributes of a copy."""
         return self.__dict__ | {"is_replayed": False}
 
 

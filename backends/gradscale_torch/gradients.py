@@ -101,11 +101,7 @@ class TensorGradients:
         return groups_over(meshes, self._settings.timeout) if meshes else ()
 
     def unscale(self, live: Home, state: ScaleState) -> Found:
-        """Divide them by the scale of a state, clip and judge them; or judge them alone.
-
-        No host read, but of the scale of a device if gradients of the CPU are divided by it. The norm of DTensors costs
-        an all-reduce of its own.
-        """
+        """Divide them by the scale of a state, clip and judge them; or judge them alone."""
         request, tensors, scale = self._request, self._tensors, state.scale
         if request.max_norm is not None:
             self._require_whole()
@@ -231,7 +227,6 @@ def _listed(optimizer: Optimizer) -> gradients.ListedParameters:
 
 
 def _parameters_of(optimizer: Optimizer) -> Parameters:
-    """Return an optimizer's parameters, which must be tensors."""
     listed = _listed(optimizer)
     for parameter in listed.unique:
         if not isinstance(parameter, Tensor):
@@ -277,10 +272,7 @@ def forbid_meta(groups: Groups) -> None:
 
 
 def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Sequence[Tensor]]:
-    """Return the tensors that hold floating gradients, and the sparse ones with duplicate indices.
-
-    Sparse float16 gradients are coalesced, which replaces ``.grad``. No host read, but for sparse ones on a device.
-    """
+    """Return the tensors of floating gradients, and sparse ones with duplicate indices: a host read on a device."""
     tensors = [gradient for parameter in parameters.listed.unique if (gradient := parameter.grad) is not None]
     if len(set(map(id, tensors))) < len(tensors):
         # One tensor may be the gradient of two parameters.
@@ -422,11 +414,9 @@ def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_agai
 
 
 def judge(groups: Groups, flags: Flags, one: Tensor | None = None) -> None:
-    """Set the flags of devices with a tensor that is not finite; the tensors keep their values.
-
-    ``one`` is the scale that is taken for 1. Others can write to it on a device: if it is not 1, its flag is set, too.
-    """
+    """Set the flags of devices with a tensor that is not finite; the tensors keep their values."""
     if one is not None and groups and one.device.type != "cpu":
+        # The scale that is taken for 1, to which others can write.
         flags[one.device] = (one != 1.0).float()
     for (device, _), tensors in groups.items():
         _apply(device, tensors, flags)

@@ -95,10 +95,7 @@ class TorchCollectives:
         return f"TorchCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
 
     def start_max(self, x: Array, /) -> Reduction:
-        """Begin an element-wise MAX all-reduce of 1-d int32; calling the result finishes it.
-
-        The buffer is on the array's own device if the group carries it, else on the CPU or the group's accelerator.
-        """
+        """Begin a MAX all-reduce of 1-d int32, where :func:`travels_on` says; calling the result finishes it."""
         group = self._usable()
         require_message(x)
         sent = x if isinstance(x, Tensor) else _as_tensor(x)
@@ -248,7 +245,6 @@ def _forget_what_is_done() -> None:
 
 
 def _as_tensor(x: Array) -> Tensor:
-    """Return an array of another library as a tensor, by DLPack or through the CPU."""
     if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] == _CPU_IN_DLPACK:
         # torch takes no read-only memory by DLPack, and ends the process at a negative stride.
         return integers(registry.backend_for(x).read(x), _CPU)
@@ -256,7 +252,6 @@ def _as_tensor(x: Array) -> Tensor:
 
 
 def _like(values: Tensor, x: Array) -> Array:
-    """Return a tensor as an array of the library and device of ``x``."""
     if isinstance(x, Tensor):
         return values.to(x.device)
     if values.device.type == "cpu":

@@ -31,15 +31,11 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     inner_optimizer : keras.optimizers.Optimizer
         Makes the steps, and sees unscaled gradients; none that scales by itself.
     scaler : GradScaler or ShardedGradScaler, optional
-        Of ``gradscale_torch``. Default: a ``GradScaler`` for the device that Keras computes on, which takes float16
-        gradients: those of float16 variables.
+        Of ``gradscale_torch``; an attribute, too: ``optimizer.scaler.last_step(optimizer)`` says what happened.
+        Default: a ``GradScaler`` for the device that Keras computes on, which takes the float16 gradients of float16
+        variables.
     name : str, optional
         As in Keras.
-
-    Attributes
-    ----------
-    scaler : GradScaler or ShardedGradScaler
-        ``optimizer.scaler.last_step(optimizer)`` says what happened.
 
     Raises
     ------
@@ -95,12 +91,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         grads : sequence of Tensor or None
             Gradients of the scaled loss.
         trainable_variables : sequence of keras.Variable
-            One for each gradient, which becomes its tensor's, in the same dtype.
-
-        Raises
-        ------
-        InvalidValueError
-            When there are no variables.
+            One for each gradient, which becomes its tensor's, in the same dtype. InvalidValueError if there are none.
         """
         if trainable_variables is None:
             msg = "apply needs the variables, got none; call apply(grads, variables)"

@@ -31,19 +31,8 @@ class MixedPrecision(TrainersMixedPrecision):
     device : str, default "cuda"
         The type of the device that is trained on.
     scaler : GradScaler or ShardedGradScaler, optional
-        Of ``gradscale_torch``. Default: ``GradScaler(device)``.
-
-    Attributes
-    ----------
-    scaler : GradScaler, ShardedGradScaler or None
-        For callbacks: ``trainer.precision_plugin.scaler.last_step(trainer.optimizers[0])``.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a scaler that is not of ``gradscale_torch``.
-    MissingExtraError
-        When this module is imported without Lightning.
+        Of ``gradscale_torch``, else InvalidTypeError. Default: ``GradScaler(device)``. Callbacks find it as an
+        attribute: ``trainer.precision_plugin.scaler.last_step(trainer.optimizers[0])``.
 
     Notes
     -----
@@ -56,6 +45,7 @@ class MixedPrecision(TrainersMixedPrecision):
     NaN, for which the step is skipped. It reads the verdict. Lightning's own plugin clips gradients that are scaled.
 
     Checkpoints hold the scaler's state under the key of Lightning's own plugin, and either plugin takes the other's.
+    Without Lightning an import of this module raises MissingExtraError.
     """
 
     scaler: GradScaler | None
@@ -106,11 +96,6 @@ class FabricMixedPrecision(FabricsMixedPrecision):
     precision, device, scaler
         As for :class:`MixedPrecision`.
 
-    Raises
-    ------
-    InvalidTypeError
-        For a scaler that is not of ``gradscale_torch``.
-
     Notes
     -----
     Name the plugin to save it: ``fabric.save(path, {"model": model, "optimizer": optimizer, "precision": plugin})``.
@@ -127,10 +112,7 @@ class FabricMixedPrecision(FabricsMixedPrecision):
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
     def step_schedule(self, optimizer: torch.optim.Optimizer, schedule: Any, *args: object, **kwargs: object) -> None:
-        """Step a learning-rate schedule unless the last step of its optimizer was skipped.
-
-        As :meth:`gradscale.GradScaler.step_schedule`. ``fabric.setup`` has returned ``optimizer``, or was given it.
-        """
+        """Step a schedule as :meth:`gradscale.GradScaler.step_schedule`; the optimizer is Fabric's or your own."""
         if self.scaler is None:
             schedule.step(*args, **kwargs)
         else:
@@ -185,7 +167,6 @@ class HeldSchedule:
 
 
 def _scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradScaler | None:
-    """Return the scaler that is given, or a new one if float16 needs it."""
     if scaler is None:
         return GradScaler(device) if precision == "16-mixed" else None
     if not isinstance(scaler, GradScaler):

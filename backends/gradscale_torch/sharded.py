@@ -34,16 +34,13 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
         Instead of ``process_group``: data, tensor, pipeline and expert groups together.
     allow_fp16_grads : bool, default True
         Whether gradients may be float16; torch's ShardedGradScaler takes them.
-    timeout : float, default 1800.0
-        Seconds to wait for the other ranks.
-    policy, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after
+    timeout, policy, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after
         As in :class:`GradScaler`.
 
     Notes
     -----
-    ``policy``, ``diagnose`` and ``skip`` are the same on every rank. Each optimizer costs one all-reduce in an
-    iteration, of 84 bytes, on every rank, whatever it found and even if it holds no gradients.
-    ``scale`` keeps the dtype of a half-precision loss, as torch's does.
+    ``scale`` keeps the dtype of a half-precision loss, as torch's does. Which options are the same on every rank, and
+    what the ranks send each other, is as in :class:`gradscale.ShardedGradScaler`.
 
     Examples
     --------
