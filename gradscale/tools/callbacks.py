@@ -356,15 +356,10 @@ def _as_text(path: object) -> str:
 def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
     """Read a log that JSONLines has written, or another file of JSON objects, one a line.
 
-    Parameters
-    ----------
-    path : str or os.PathLike
-        A text file; empty lines are left out.
-
     Returns
     -------
     list of dict
-        The rows; each has its line number, from 1, as ``"line"``.
+        The rows; each has its line number, from 1, as ``"line"``. Empty lines are left out.
 
     Raises
     ------

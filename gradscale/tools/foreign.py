@@ -60,7 +60,6 @@ class _Layout(NamedTuple):
 
     @property
     def keys(self) -> list[str]:
-        """Every key that it may have."""
         return f"{self.required} {self.optional}".split()
 
     @property
@@ -229,7 +228,6 @@ def _recognise(fields: _Fields, system: str | None) -> _Layout:
 
 
 def _translate(fields: _Fields, layout: _Layout, given: dict[str, object]) -> ForeignState:
-    """Return the result for a state of this layout, with the caller's settings for those that it does not hold."""
     # flax has None for no minimum.
     held = [key for key in layout.keys if key in layout.required.split() or fields.get(key) is not None]
     keys = {name: key for name, (_, known) in _MEANINGS.items() for key in known.split() if key in held}
@@ -288,7 +286,6 @@ def _read(
 
 
 def _clean_steps(keys: dict[str, str], found: dict[str, Any], policy: Any) -> int:
-    """Return the growth tracker."""
     if "last_overflow" in found:
         # An overflow is of an iteration before the next one.
         last = validation.integer(keys["last_overflow"], found["last_overflow"], -1, found["steps"] - 1)

@@ -111,12 +111,7 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
     results : Simulation or sequence of Simulation
         From :func:`gradscale.tools.simulation.simulate`.
     path : str or os.PathLike, optional
-        A file to save to; its suffix gives the format.
-
-    Returns
-    -------
-    Figure
-        Not shown. The errors are those of :func:`history`.
+        As for :func:`history`, and so are the figure that is returned and the errors.
 
     Examples
     --------
@@ -163,7 +158,6 @@ def _rows(history: Any) -> list[LogRow]:
 
 
 def _check(row: LogRow, where: str) -> None:
-    """Raise if a row of a log cannot be drawn."""
     for name in ("scale", "new_scale"):
         scale: Any = row.get(name)
         is_drawable = type(scale) in (int, float) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32

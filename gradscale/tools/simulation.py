@@ -124,12 +124,8 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
     ----------
     overflows : str or iterable of bool
         ``"CCOC"``, C for a clean step and O for an overflow in either case, white space left out; or True for each
-        overflow. Leave out steps that were skipped for a spike or a refusal, which move no scale.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        For another character, with its position, and when there is no step; for anything else than booleans.
+        overflow. Leave out steps that were skipped for a spike or a refusal, which move no scale. InvalidValueError for
+        another character, with its position, and for no step; InvalidTypeError for anything else than booleans.
 
     Examples
     --------
@@ -150,12 +146,8 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
 def measured(magnitudes: Iterable[float]) -> Gradients:
     """Return the gradients of a run whose largest unscaled magnitude is known for each step.
 
-    An inf or NaN overflows whatever the scale.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        For a negative magnitude, and when there is none; for anything else than numbers.
+    An inf or NaN overflows whatever the scale. InvalidValueError for a negative magnitude, and for none;
+    InvalidTypeError for anything else than numbers.
 
     Examples
     --------
@@ -177,28 +169,17 @@ def _checked(values: object, wanted: str, check: Callable[[str, object], _Checke
 
 
 def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, name: str | None = None) -> Simulation:
-    """Run a policy over gradients; the same states as its ``update`` gives on arrays, bit for bit.
+    """Run a policy over gradients, up to a step in which it raises; its states are those of ``update``, bit for bit.
 
     Parameters
     ----------
     policy : Policy
-        Any that consists of pure functions of 0-d arrays of the array API standard.
+        Any that consists of pure functions of 0-d arrays of the array API standard. InvalidTypeError for one that asks
+        for an array's value, or uses a function that the standard does not have for 0-d arrays.
     gradients : Gradients, str or iterable of bool
         Text and booleans as :func:`recorded` takes them.
     name : str, optional
         The policy's name in the result. Default: its ``repr``.
-
-    Returns
-    -------
-    Simulation
-        Up to the step in which the policy raised, if it did.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a policy that asks for an array's value, or uses a function that the standard does not have for 0-d arrays.
-    InvalidValueError
-        For gradients of no steps.
 
     Examples
     --------

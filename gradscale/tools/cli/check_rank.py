@@ -55,7 +55,6 @@ class _MPIWorld:
     """The ranks of MPI.COMM_WORLD: who they are, and messages between them that need no collective."""
 
     def enter(self) -> None:
-        """Become one of the ranks of a group."""
         # It initializes MPI, which waits for all ranks, however long it takes.
         from mpi4py import MPI
 
@@ -63,7 +62,6 @@ class _MPIWorld:
         self.rank, self.size = self.group.rank, self.group.size
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the group's libraries."""
         return {"numpy": version("numpy"), "mpi4py": version("mpi4py"), "MPI": mpi_library()}
 
     def put(self, number: int, report: Report) -> None:
@@ -123,7 +121,6 @@ class _Optimizer:
     grads: list[Array]
 
     def step(self) -> str:
-        """Say that it was called."""
         return "stepped"
 
 
@@ -137,10 +134,7 @@ class Rank:
         self._xp = array_namespace(like)
 
     def run(self, page: Report, tell: Callable[[str], None]) -> None:
-        """Go through the stages to the end or to the first problem, after telling the name of each, and fill the page.
-
-        On rank 0 it is that of all ranks, else that of this one.
-        """
+        """Go through the stages up to a problem, tell the name of each, and fill the page, on rank 0 for all ranks."""
         page["size"] = self.world.size
         for number, (name, work) in enumerate(self._stages()):
             tell(name)
@@ -180,7 +174,6 @@ class Rank:
         return dict.fromkeys(range(self.world.size), missing) | reports
 
     def _stages(self) -> list[tuple[str, Callable[[], Report]]]:
-        """Return the name and the work of each stage, in order."""
         everyone, last = range(self.world.size), self.world.size - 1
         values = [(value, rank) for value in (math.inf, math.nan) for rank in everyone]
         return [

@@ -93,7 +93,6 @@ def _separated(text: str) -> list[str]:
 
 
 def _print(findings: Sequence[Finding], system: str) -> None:
-    """Print the system, and a row for each finding."""
     rows = []
     for finding in findings:
         details = dict(finding.details)

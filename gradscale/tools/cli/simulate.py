@@ -110,7 +110,6 @@ def _largest(row: LogRow) -> float:
 
 
 def _print(results: list[Simulation]) -> None:
-    """Print a row for each run."""
     rows = []
     for result in results:
         skipped = f"{result.skipped_steps:,} of {result.steps:,} ({100 * result.skipped_steps / result.steps:.3g} %)"

@@ -60,7 +60,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     Parameters
     ----------
     backend : Backend
-        The adapter.
+        The adapter; InvalidTypeError unless it derives from :class:`gradscale.Backend`.
     like : array
         Any array of its library, on the device to test.
     dtypes : sequence of dtypes, optional
@@ -70,8 +70,6 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     ------
     AssertionError
         With the case and both answers, if it differs from the pure core.
-    InvalidTypeError
-        For a backend that does not derive from :class:`gradscale.Backend`.
 
     Examples
     --------
@@ -132,7 +130,6 @@ def _check_reading(backend: Backend, xp: ModuleType, device: object) -> None:
 
 
 def _check_rules(backend: Backend, like: Array) -> None:
-    """Check ``update`` through the lives of some policies."""
     xp, device = array_namespace(like), device_of(like)
     for policy in _RULES:
         state = policy.init(like)
@@ -206,7 +203,6 @@ def _check_member(backend: Backend, member: str, values: object, by: object) -> 
 
 
 def _check_unscaling(backend: Backend, member: str, values: list[Array], state: ScaleState) -> None:
-    """Check ``unscale`` or ``unscale_with_squares`` against the pure form."""
     xp, oracle = array_namespace(state.scale), getattr(_CORE, member)
     for way in _WAYS:
         case = f"{member} by {state.scale!r}, {way}"
@@ -258,7 +254,6 @@ def _form(x: Array) -> object:
 def _expect_arrays(
     backend: Backend, case: str, got: Sequence[Array], expected: Sequence[Array], values: Sequence[object]
 ) -> None:
-    """Check dtypes, shapes and values of arrays that were made of others."""
     _expect(f"{case}: the dtypes and shapes", [*map(_form, got)], [*map(_form, expected)])
     if any(x.dtype != expected[0].dtype for x in expected) or not _same(backend, got, expected):
         for value, one, other in zip(values, got, expected, strict=True):
@@ -296,7 +291,6 @@ def _all(backend: Backend, same: Array) -> bool:
 
 
 def _loses_subnormals(backend: Backend, xp: ModuleType, device: object) -> bool:
-    """Tell whether the library takes subnormals for 0."""
     smallest, half = (xp.full((1,), value, dtype=xp.float32, **on(device)) for value in (_SMALLEST, 0.5))
     bits = backend.bits(smallest * half)
     return bits is not None and backend.read(bits) == [0]
@@ -311,12 +305,11 @@ def check_library(like: Array) -> None:
     Parameters
     ----------
     like : array
-        Any array of the library, on the device to test. The host reads what is computed.
+        Any array of the library, on the device to test; InvalidTypeError for anything else. The host reads what is
+        computed.
 
     Raises
     ------
-    InvalidTypeError
-        For an object that is no array.
     BackendNotAvailableError
         If the library lacks functions or members, with their names, or fails in a computation, with its exception.
     AssertionError
@@ -345,7 +338,6 @@ def check_library(like: Array) -> None:
 
 
 def _require(xp: ModuleType, like: Array) -> None:
-    """Raise for the names that are missing."""
     missing = arithmetic.lacks(like)
     others = {*arithmetic.CLIPPING_FUNCTIONS, *summaries.STANDARD_FUNCTIONS, *spikes.STANDARD_FUNCTIONS}
     others -= set(missing.get("functions", ()))
@@ -442,16 +434,11 @@ def check_collectives(collectives: Collectives, like: Array, *, repetitions: int
     Parameters
     ----------
     collectives : Collectives
-        This rank's.
+        This rank's. AssertionError, with both answers, if a result is wrong.
     like : array
         Any array of a library whose arrays the group should carry.
     repetitions : int, default 100
         How many all-reduces are made in a row.
-
-    Raises
-    ------
-    AssertionError
-        With both answers, if a result is wrong.
 
     Examples
     --------

@@ -71,12 +71,8 @@ class ThreadCollectives:
     def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin an element-wise MAX all-reduce of an array; the returned call finishes it.
 
-        Raises
-        ------
-        InvalidTypeError
-            For an object that is no array.
-        InvalidValueError
-            By the returned call, on every rank, if the ranks' arrays differ in library, shape or dtype.
+        InvalidTypeError for an object that is no array. The call raises InvalidValueError, on every rank, if the ranks'
+        arrays differ in library, shape or dtype.
         """
         if not is_array_api_obj(x):
             msg = f"what is reduced must be an array, got {shown(x)} of type {type(x).__name__}"
@@ -133,7 +129,7 @@ def run_ranks(
     timeout: float = 30.0,
     return_exceptions: bool = False,
 ) -> list[_Result]:
-    """Call a function on several ranks, each a thread of this process.
+    """Call a function on several ranks, each a thread of this process, and return the results by rank.
 
     Parameters
     ----------
@@ -146,11 +142,6 @@ def run_ranks(
     return_exceptions : bool, default False
         False: the first exception of a rank wakes the ranks that wait for it, and is raised. True: a failing rank
         leaves silently, as a process that died, and its exception is its result.
-
-    Returns
-    -------
-    list
-        The results, by rank.
 
     Raises
     ------
