@@ -100,7 +100,7 @@ class BoundedScale:
 
     @verdict_by_name
     def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
-        """Return the state after a step: backed off, grown, or with its trackers advanced.
+        """Return the state after a step, in new arrays: backed off, grown, or with its trackers advanced. No host read.
 
         Parameters
         ----------
@@ -108,11 +108,6 @@ class BoundedScale:
             The state that the step's gradients were scaled and unscaled with; unchanged.
         nonfinite : array
             0-d and of any numeric or bool dtype; anything but zero is an overflow. On any device of the library.
-
-        Returns
-        -------
-        ScaleState
-            New arrays. No host read, no collective.
         """
         return self.next_state(array_namespace(state.scale), state, overflow_flag(nonfinite, state.scale))
 
@@ -256,10 +251,7 @@ class DynamicScale(BoundedScale):
         return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
     def at_min_scale(self, state: ScaleState) -> Array | None:
-        """Return a 0-d bool: with ``at_min="raise"``, would an overflow now have to back off from the minimum.
-
-        None if the policy never raises. No host read.
-        """
+        """Return a 0-d bool: would an overflow now have to be raised; None without ``at_min="raise"``. No host read."""
         if self.at_min != "raise":
             return None
         xp = array_namespace(state.scale)
@@ -278,7 +270,6 @@ class DynamicScale(BoundedScale):
     def _next_trackers(
         self, xp: ModuleType, state: ScaleState, overflow: Array, grow: Array, backoff: Array
     ) -> tuple[Array, Array]:
-        """Return the overflow and rescale trackers after a step."""
         if self.tolerance is None and self.hysteresis == 1:
             return state.overflow_tracker, state.rescale_tracker
         limit = self.hysteresis if self.tolerance is None else validation.LARGEST_INT32

@@ -100,8 +100,7 @@ def torch(**settings: Unpack[_Settings]) -> DynamicScale:
 def apex(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of apex.amp (``apex/amp/scaler.py``), fp16_utils and contrib's FP16_Optimizer.
 
-    The scale doubles after 2000 clean steps in a row, up to ``max_scale``, and halves on each overflow, down to
-    ``min_scale`` if there is one. fp16_utils and contrib have a minimum of 1 and no maximum.
+    Torch's, with a maximum, and perhaps a minimum. fp16_utils and contrib have a minimum of 1 and no maximum.
 
     Not reproduced: without a minimum the scale went to 0, and its reciprocal raised ZeroDivisionError.
     """
@@ -156,10 +155,8 @@ def deepspeed(
 def deepspeed_stage0(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of DeepSpeed without ZeRO (``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``).
 
-    Growth as in :func:`deepspeed`; each overflow halves the scale, down to ``min_scale``, and none raises. With no
-    setting in its JSON the fused optimizer starts at 2**32.
-
-    Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
+    Growth, and what is not reproduced, as in :func:`deepspeed`; each overflow halves the scale, down to ``min_scale``,
+    and none raises. With no setting in its JSON the fused optimizer starts at 2**32.
     """
     return DynamicScale(**settings, growth_after="first_interval_plus_one")
 
@@ -253,8 +250,7 @@ def chainer(**settings: Unpack[_Bounds]) -> GradualScale:
 def guided_diffusion(**settings: Unpack[_Bounds]) -> GradualScale:
     """Return the rule of guided-diffusion's MixedPrecisionTrainer (``guided_diffusion/fp16_util.py``).
 
-    The logarithm to base 2 starts at 20, rises by 1/1000 on each clean step and falls by 1 on an overflow. It is no
-    setting of DynamicScale, because each step multiplies.
+    The logarithm to base 2 starts at 20, rises by 1/1000 on each clean step and falls by 1 on an overflow.
 
     Not reproduced: rounding errors that add up in the logarithm; a scale that reaches 0; no checkpoint of it.
     """
@@ -309,9 +305,7 @@ def mpx(**settings: Unpack[_Settings]) -> DynamicScale:
 
 @_preset(init_scale=2.0**15, growth_interval=2000)
 def keras(**settings: Unpack[_Settings]) -> DynamicScale:
-    """Return the rule of keras.optimizers.LossScaleOptimizer (Keras 3.15).
-
-    The scale doubles after 2000 clean steps in a row and halves on each overflow.
+    """Return the rule of keras.optimizers.LossScaleOptimizer (Keras 3.15), which is torch's from a scale of 2**15 on.
 
     Not reproduced: a scale that reaches 0, or inf, which halving leaves as it is.
     """
