@@ -158,10 +158,7 @@ def nonfinite_flag(stored: Array, home: object, wide: Array | None = None) -> Ar
 def unscale_arrays(
     grads: Sequence[Array], state: ScaleState, *, dtype: object = None, out: Sequence[Array] | None = None
 ) -> tuple[list[Array], Array]:
-    """Divide floating arrays by the scale into new ones and count the non-finite; every adapter must equal this.
-
-    If the scale is known to be 1, arrays of the wanted dtype come back themselves.
-    """
+    """Divide floating arrays by the scale into new ones and count the non-finite; every adapter must equal this."""
     state_xp = array_namespace(state.scale)
     check_real_dtype(state.scale, dtype)
     home = device(state.scale)

@@ -69,11 +69,8 @@ class Backend:
     is_replayed: bool = False
 
     def read(self, x: Array, /) -> list[int]:
-        """Return a 1-d int32 array as Python ints: the one place where the host waits for the device.
-
-        The standard converts only 0-d arrays, for each of which a lazy library (dask, cubed) would compute everything.
-        So ``compute`` and ``tolist`` are used if there are any.
-        """
+        """Return a 1-d int32 array as Python ints: the one place where the host waits for the device."""
+        # The standard converts 0-d arrays alone; for each a lazy library (dask, cubed) would compute everything.
         if hasattr(x, "compute"):
             x = x.compute()
         if hasattr(x, "tolist"):
@@ -134,10 +131,7 @@ class Backend:
         return policy.update(state, nonfinite=nonfinite)
 
     def scale(self, outputs: Sequence[Array], state: ScaleState, /) -> list[Array]:
-        """Multiply floating arrays by the scale.
-
-        The new ones have the same dtypes, but float32 for a 0-d one of half precision. No host read.
-        """
+        """Multiply floating arrays by the scale: new ones of their dtypes, but float32 for 0-d half precision."""
         factors = arithmetic.replicas(state.scale, self.placement, self.move)
         return [arithmetic.scaled(x, factors(x)) for x in outputs]
 
@@ -172,10 +166,7 @@ class Backend:
     def unscale_with_squares(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
     ) -> tuple[Sequence[Array], Array, Array]:
-        """Unscale as ``unscale``, and also return the sum of the squares of all unscaled elements.
-
-        It is 0-d float64 on the state's device, or float32 if there is no float64. No host read.
-        """
+        """Unscale as ``unscale``, and return the sum of the squares, too: 0-d float64 or float32 beside the state."""
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         return unscaled, nonfinite, self.sum_of_squares(unscaled, state.scale)
 
@@ -188,10 +179,7 @@ class Backend:
         return arithmetic.clip_factor(squares, max_norm)
 
     def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
-        """Multiply arrays that ``unscale`` has returned by a 0-d float32 of at most 1, rounded once to their dtypes.
-
-        It returns the same arrays if the library can write them, and new ones by default. No host read.
-        """
+        """Multiply ``unscale``'s arrays by a 0-d float32 of at most 1, rounded once; in place if the library can."""
         return arithmetic.multiply_arrays(arrays, factor)
 
     def summarize(self, arrays: Sequence[Array], /) -> Array:

@@ -144,10 +144,7 @@ class Gradients:
         return first_floating(self._leaves)
 
     def unscale(self, live: Home, state: ScaleState) -> Found:
-        """Divide them by the scale of a state, clip and judge them; a refusal modifies none.
-
-        No host read but for a norm over ranks.
-        """
+        """Divide them by the scale of a state, clip and judge them; no host read but for a norm over ranks."""
         backend = live.backend
         backend.forbid_tracing("unscale_()")
         chosen = floating_leaves(self._leaves, live.home, what=self._what, takes_integers=False)
@@ -171,10 +168,7 @@ class Gradients:
         return Found(count, norm, len(chosen) > 0, scale=scale)
 
     def clip(self, one: Callable[[Array], tuple[Home, ScaleState]]) -> Array | None:
-        """Clip gradients that are not scaled, and return their norm; None without any.
-
-        ``one`` returns a state of scale 1 beside an array.
-        """
+        """Clip gradients that are not scaled, and return their norm; None without any."""
         like = self.like
         if like is None:
             return None
@@ -184,10 +178,7 @@ class Gradients:
     def _clip(
         self, backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, max_norm: float
     ) -> tuple[Sequence[Array], Array, Array]:
-        """Clip unscaled arrays; return them, the count (1 if the norm of finite ones overflows) and the norm before.
-
-        Over a group two host reads, and one more for each all-reduce, of which one has the norms of 8 ranks; else none.
-        """
+        """Clip unscaled arrays; return them, the count (1 if the norm of finite ones overflows) and the norm before."""
         exchange = self._request.exchange
         norm, factor, overflows = backend.clip_factor(squares, max_norm)
         if exchange is not None:
@@ -214,7 +205,6 @@ def norm_bits(backend: Backend, norm: Array) -> Array:
 
 
 def _parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, Any], list[Any]]]:
-    """Return each group of ``param_groups`` and its parameters."""
     found = []
     groups = optimizer.param_groups
     if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):

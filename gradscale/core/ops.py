@@ -24,7 +24,7 @@ def scale(outputs: _T, state: ScaleState) -> _T:
     ----------
     outputs : array or nested containers of arrays
         Any shapes and floating dtypes, on any devices of one library. Integer arrays, Python integers and ``None``
-        pass through untouched.
+        pass through untouched. InvalidTypeError for another leaf, and for arrays of two libraries.
     state : ScaleState
         Gives the scale; unchanged.
 
@@ -33,11 +33,6 @@ def scale(outputs: _T, state: ScaleState) -> _T:
     same as outputs
         New arrays of the same dtypes, except that a 0-d array of half precision comes back as float32: float16 cannot
         hold a loss times 65536. Nothing is modified; no host read, no collective.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a leaf that is no array, or arrays of two libraries.
 
     Examples
     --------
@@ -63,8 +58,7 @@ def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object =
     Parameters
     ----------
     grads : array or nested containers of arrays
-        Floating or complex, any shapes, one library. Computed in float32 (float64 in itself); integer arrays, Python
-        integers and ``None`` pass through untouched and are not counted.
+        As for :func:`scale`, and complex ones; computed in float32 (float64 in itself). Integers are not counted.
     state : ScaleState
         Gives the scale; unchanged.
     dtype : dtype, optional
@@ -73,6 +67,7 @@ def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object =
     out : same as grads, optional
         Arrays to write to, of equal shapes and any floating dtypes, such as float32 masters that are there already, or
         the gradients themselves. A library whose arrays cannot be written (JAX) gives new ones of these dtypes.
+        InvalidValueError for another structure or shape, or together with ``dtype``.
 
     Returns
     -------
@@ -81,13 +76,6 @@ def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object =
     nonfinite : array
         0-d int32 on the state's device: how many leaves hold an inf or NaN, judged on the unscaled values in the dtype
         in which they are returned, which is what the optimizer will see. No host read, no collective.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a leaf that is no array, or arrays of two libraries.
-    InvalidValueError
-        For ``dtype`` together with ``out``, or an ``out`` of another structure or shape.
 
     Examples
     --------
@@ -117,7 +105,6 @@ def _require_state(state: object) -> None:
 
 
 def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: ScaleState) -> list[Array]:
-    """Return the array to write to for each chosen gradient."""
     pairs: dict[int, Array] = {}
     tree.map_leaves(lambda grad, target: pairs.setdefault(id(grad), target), grads, out)
     outs = [pairs[id(grad)] for grad in chosen]
@@ -138,7 +125,7 @@ def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: S
 
 
 def select(pred: Array, on_true: _T, on_false: _T) -> _T:
-    """Choose between two trees by a 0-d bool, leaf by leaf, without a host read.
+    """Choose between two trees by a 0-d bool, leaf by leaf, without a host read; the arrays are new.
 
     Parameters
     ----------
@@ -146,11 +133,6 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
         0-d bool, such as ``nonfinite == 0``; on any device of the library.
     on_true, on_false : nested containers of arrays
         Of one structure, with equal dtypes and shapes leaf by leaf. Leaves that are no arrays must be equal.
-
-    Returns
-    -------
-    same as on_true
-        New arrays; nothing is modified.
 
     Raises
     ------

@@ -94,8 +94,7 @@ def get(name: str) -> Any:
     Examples
     --------
     >>> import gradscale
-    >>> backend = gradscale.registry.get("numpy")
-    >>> backend.name
+    >>> gradscale.registry.get("numpy").name
     'numpy'
     """
     candidates = [*_entry_points().get(name, {}).values()]
@@ -136,10 +135,7 @@ def _registered_name(kind: type) -> str | None:
 def backend_for(x: Array) -> Backend:
     """Return the adapter for an array; the pure core itself if its library has none.
 
-    Raises
-    ------
-    BackendNotAvailableError
-        If the library lacks names that the pure core needs; it lists them.
+    BackendNotAvailableError if the library lacks names that the pure core needs, with a list of them.
 
     Examples
     --------
@@ -161,7 +157,6 @@ def backend_for(x: Array) -> Backend:
 
 
 def _require_standard(x: Array) -> None:
-    """Raise for an array whose library has neither an adapter nor the names that the pure core needs."""
     if missing := arithmetic.lacks(x):
         library = arithmetic.library_name(array_namespace(x))
         listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in missing.items())
@@ -174,18 +169,12 @@ def _require_standard(x: Array) -> None:
 
 
 def array_backend(name: str) -> Backend:
-    """Return the adapter of one name, checked to be one for arrays.
-
-    Raises
-    ------
-    BackendError
-        If it does not derive from :class:`gradscale.Backend`.
+    """Return the adapter of one name, a :class:`gradscale.Backend`; BackendError if it is another one.
 
     Examples
     --------
     >>> import gradscale
-    >>> backend = gradscale.registry.array_backend("numpy")
-    >>> isinstance(backend, gradscale.Backend)
+    >>> isinstance(gradscale.registry.array_backend("numpy"), gradscale.Backend)
     True
     """
     backend = get(name)
@@ -199,12 +188,7 @@ def array_backend(name: str) -> Backend:
 
 
 def all_collectives_for(group: object, timeout: float) -> list[Collectives]:
-    """Return the collectives of a group, or of each group of a list, as ``collectives_for`` does.
-
-    Raises
-    ------
-    InvalidTypeError
-        For an empty list, or if no adapter serves an object.
+    """Return the collectives of a group, or of each in a list, as ``collectives_for``; InvalidTypeError for no group.
 
     Examples
     --------
@@ -228,14 +212,10 @@ def collectives_for(group: object, timeout: float) -> Collectives:
     Parameters
     ----------
     group : object
-        A communicator of a library with an adapter, or an object with ``rank``, ``size`` and ``start_max``.
+        A communicator of a library with an adapter, or an object with ``rank``, ``size`` and ``start_max``;
+        InvalidTypeError for any other.
     timeout : float
         Seconds until a collective is given up for a rank that never came.
-
-    Raises
-    ------
-    InvalidTypeError
-        If no adapter serves the object.
 
     Examples
     --------

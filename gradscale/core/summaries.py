@@ -130,7 +130,6 @@ def summaries_of(arrays: Sequence[Array], found: Iterable[int]) -> list[Summary]
 
 
 def _sizes(x: Array) -> list[int]:
-    """Return the sizes of the pieces in which an array is counted."""
     size = math.prod(x.shape)
     return [min(_PIECE, size - start) for start in range(0, max(size, 1), _PIECE)]
 
@@ -151,7 +150,6 @@ def _number(exponent: int, high: int, low: int) -> float:
 
 
 def _words(x: Array, bits: _Bits | None) -> Array:
-    """Return the words of one piece of an array."""
     xp = array_namespace(x)
     wide = widened(x)
     parts = [xp.real(wide), xp.imag(wide)] if kind_of(x) is Kind.COMPLEX else [wide]

@@ -4,7 +4,8 @@ They are list, tuple, namedtuple, dict, dataclass, and any subclass of them.
 
 A container is rebuilt as its own type; leaves are visited in the order in which the container holds them. ``None``
 is a leaf. Any other iterable (a generator, a deque) comes back as a list, because it can be walked only once. A tree
-that holds itself, or is deeper than Python recurses, is an error.
+that holds itself, or is deeper than Python recurses, is an InvalidValueError, and a container that raises when it is
+read an InvalidTypeError.
 """
 
 import copy
@@ -61,7 +62,6 @@ def _opened(node: Array) -> tuple[Sequence[Hashable], list[object]]:
 
 
 def _rebuild(node: object, keys: Sequence[Hashable], children: list[Any]) -> object:
-    """Return a container like ``node`` that holds ``children``."""
     if isinstance(node, (list, tuple)):
         return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
     by_key = zip(keys, children, strict=True)
@@ -100,7 +100,6 @@ def _endless(node: object, what: str) -> InvalidValueError:
 
 
 def _walked(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], _Plans]:
-    """Return the leaves of a tree, and its plan."""
     leaves: list[Array] = []
     above: dict[int, object] = {}
     try:
@@ -124,7 +123,6 @@ def _folded(plans: _Plans, leaves: Iterator[_Made], combine: Callable[..., _Made
 
 
 def _built(plans: _Plans, leaves: Iterable[object]) -> Any:
-    """Return a tree as it was planned, with other leaves."""
     with reading(f"{_WHAT}, made anew with other leaves,"):
         return _folded(plans, iter(leaves), _rebuild)[0]
 
@@ -139,12 +137,8 @@ def map_leaves(function: Callable[..., object], tree: object, *rest: object) -> 
     tree : leaf or nested containers
         Gives the structure of the result. It is not modified.
     *rest
-        Trees of the same structure: at each container of ``tree`` one with the same keys or length, of any type.
-
-    Raises
-    ------
-    InvalidValueError
-        When a tree of ``rest`` has another structure, or a tree holds itself or is deeper than Python recurses.
+        Trees of the same structure, else InvalidValueError: at each container of ``tree`` one with the same keys or
+        length, of any type.
 
     Examples
     --------
@@ -209,7 +203,7 @@ def leaves_with_paths(tree: object, is_leaf: _IsLeaf = _is_leaf) -> list[tuple[s
 
 
 def flatten(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], Callable[[Iterable[object]], Any]]:
-    """Return the leaves in order, ``None`` among them, and a function that builds the tree from others.
+    """Return the leaves in order, ``None`` among them, and a function that builds the tree from as many others.
 
     Parameters
     ----------
@@ -217,20 +211,6 @@ def flatten(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], Cal
         It is not modified.
     is_leaf : callable, optional
         Tells whether a node is a leaf; everything that is not iterable must be one. Default: all but containers.
-
-    Returns
-    -------
-    leaves : list
-        Every leaf.
-    rebuild : callable
-        Takes as many leaves and returns a tree of the same structure.
-
-    Raises
-    ------
-    InvalidValueError
-        For a tree that holds itself, or is deeper than Python recurses.
-    InvalidTypeError
-        For a container that raises when it is read.
 
     Examples
     --------
