@@ -36,25 +36,11 @@ def remedy(extras: str, groups: str = "") -> str:
 
 @contextlib.contextmanager
 def needs(user: str, extras: str, *modules: str, groups: str = "") -> Iterator[None]:
-    """Say what to install if an import inside this block fails.
+    """Say what to install if an import inside this block fails, or if one of ``modules`` is not there.
 
-    Parameters
-    ----------
-    user : str
-        The module, function or program that imports: the message begins with it.
-    extras : str
-        Extras that bring what it imports.
-    *modules : str
-        Top-level modules that are imported later. They are looked up, and not imported.
-    groups : str, default ""
-        Dependency groups of a clone that bring the rest of it.
-
-    Raises
-    ------
-    MissingExtraError
-        If a library is not installed.
-    BackendNotAvailableError
-        If a library is installed, and cannot be imported.
+    The message begins with ``user``, and names the extras, and the dependency groups of a clone, that bring what is
+    missing. ``modules`` are imported later, and so only looked up. MissingExtraError if a library is not installed, and
+    BackendNotAvailableError if it cannot be imported.
     """
     try:
         for module in modules:

@@ -274,10 +274,7 @@ class DeviceCollectives:
         return f"DeviceCollectives({self._group.group!r}, rank={self.rank}, size={self.size})"
 
     def start_max(self, x: _Array, /) -> Callable[[], _Array]:
-        """Begin an element-wise MAX all-reduce of a 1-d int32 array, left alone; the returned call finishes it.
-
-        The call returns the same array each time.
-        """
+        """Begin an element-wise MAX all-reduce of a 1-d int32 array, left alone; the returned call finishes it."""
         self._group.require_usable()
         require_message(x)
         # Also Ctrl-C between two steps gives up: other ranks may be waiting for this one.
@@ -293,7 +290,6 @@ class DeviceCollectives:
         return finish
 
     def _start(self, length: int, issue: Callable[[], None], *, here: bool = False) -> None:
-        """Put a collective on the device."""
         if here or length in self._connected:
             issue()
             return
