@@ -57,7 +57,6 @@ def _is_weak(group: object) -> bool:
 
 
 def _identity_of(collectives: Collectives) -> object:
-    """Return the library's own group of collectives."""
     return getattr(collectives, "identity", collectives)
 
 
@@ -121,7 +120,6 @@ class Agreement:
         self._identity = 0
 
     def _forget_counts(self) -> None:
-        """Count optimizers from 0 again."""
         self._optimizers: IdentityMap[Met] = IdentityMap()
         # How many optimizers there were: a list, which copies share.
         self._count = [0]
@@ -300,7 +298,6 @@ class Agreement:
         (_greeted if _is_weak(group) else self._greeted).put(group, True)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state to pickle: without groups, which do not travel."""
         groups = () if self.is_alone else None
         fresh = Agreement(groups, self._options, self._own_rank)
         fresh._lost_names = self._lost_names.union(self._names.values())
@@ -536,7 +533,6 @@ def _gather(mine: Sequence[int], begin: int, total: int, carry: _Carry) -> list[
 
 
 def _agreed(collectives: Collectives, sent: Array) -> Array:
-    """Send an array, and return the MAX over the ranks once the CPU has waited for it."""
     finish = collectives.start_max(sent)
     agreed = finish()
     _wait_for_ranks(finish)

@@ -117,7 +117,6 @@ class Diagnosis:
         return array_namespace(flags[0]).asarray(functools.reduce(operator.add, flags))
 
     def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None) -> bool:
-        """Tell whether an optimizer's gradients are still scaled."""
         if _is_ready(turn) and self._enabled and iteration.scaled:
             return True
         if turn is not None and turn.stage is Stage.UNSCALED:

@@ -31,19 +31,10 @@ class GroupAgreement:
 
     Parameters
     ----------
-    group : communicator, Collectives, or list of these
-        As for :class:`ShardedGradScaler`.
+    group, timeout
+        As for :class:`ShardedGradScaler`, with the same errors.
     policy : Policy
         The one that updates the state; the same on every rank.
-    timeout : float, default 1800.0
-        Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a group that no adapter serves.
-    CollectiveTimeoutError
-        When some rank does not construct its own.
 
     Examples
     --------
@@ -77,7 +68,7 @@ class GroupAgreement:
         Parameters
         ----------
         nonfinite : array
-            0-d int32: this rank's count, as ``unscale`` returns it. Outside of compiled functions.
+            0-d int32: this rank's count, as ``unscale`` returns it.
         state : ScaleState
             The state that this rank unscaled with; unchanged.
         spike : array, optional
@@ -95,13 +86,10 @@ class GroupAgreement:
         Raises
         ------
         InvalidTypeError
-            For a count that is no 0-d int32 array, a spike that is no 0-d bool array, or in a function that jax
-            compiles.
-        ScaleDesyncError
-            On every rank, when the ranks come with different states, policies or numbers of calls, or some with a
-            spike and some without.
-        ScaleUnderflowError
-            On every rank, when the policy says that an overflow at its minimum must be raised.
+            For another count or spike, and in a function that jax compiles.
+        ScaleDesyncError, ScaleUnderflowError
+            On every rank: when the ranks come with different states, policies or numbers of calls, or some with a spike
+            and some without; when the policy says that an overflow at its minimum must be raised.
         CollectiveTimeoutError
             When some rank does not come; the group cannot be used any more.
         BackendError

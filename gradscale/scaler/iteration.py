@@ -547,7 +547,6 @@ class Iteration:
         return report
 
     def _underflow(self, verdicts: Sequence[Verdict]) -> ScaleUnderflowError | None:
-        """Return the error for an overflow at the smallest scale, if the policy wants one."""
         for verdict in verdicts:
             if verdict.at_min_scale and verdict.nonfinite:
                 return ScaleUnderflowError(
@@ -560,7 +559,6 @@ class Iteration:
         return None
 
     def _adapt(self, pending: Sequence[Pending]) -> None:
-        """Let the policy update the state by all verdicts."""
         counts: list[Array | int] = []
         held: list[Array | bool] = []
         for one in pending:

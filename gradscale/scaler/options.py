@@ -112,7 +112,6 @@ def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]
 def _mistake(
     name: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object], what: str
 ) -> InvalidTypeError:
-    """Return the error for arguments that do not fit a signature."""
     parameters = [one for one in signature.parameters.values() if one.name not in ("self", "optimizer")]
     options = [one.name for one in parameters]
     named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]

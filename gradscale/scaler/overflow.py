@@ -227,10 +227,7 @@ class OverflowReport:
         return self.table()
 
     def table(self, limit: int = 20) -> str:
-        """Return the report as plain text, at most ``limit`` rows of parameters.
-
-        InvalidTypeError or InvalidValueError if ``limit`` is no whole number from 0 on.
-        """
+        """Return the report as text of at most ``limit`` rows; InvalidTypeError, InvalidValueError for a bad limit."""
         shown = self.entries[: validation.integer("limit", limit, 0, validation.LARGEST_INT32)]
         bad = len(self.nonfinite) + self.omitted_nonfinite
         total = len(self.entries) + self.omitted_nonfinite + self.omitted_finite
@@ -316,7 +313,6 @@ def find_cause(
 
 
 def _sorted(lists: Iterable[Sequence[ParameterReport]]) -> tuple[ParameterReport, ...]:
-    """Return all entries, the worst first."""
     return tuple(sorted(itertools.chain.from_iterable(lists), key=lambda entry: entry.badness))
 
 

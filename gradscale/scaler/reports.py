@@ -199,7 +199,6 @@ class Reports:
         return reports
 
     def __contains__(self, optimizer: object) -> bool:
-        """Tell whether there is a report of an optimizer's last step."""
         return optimizer in self._last
 
     def last(self, optimizer: object) -> StepReport:

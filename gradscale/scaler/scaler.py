@@ -132,7 +132,8 @@ class GradScaler:
         Parameters
         ----------
         outputs : array or nested containers of arrays
-            Floating arrays of one library, on any devices; integers and ``None`` pass through.
+            Floating arrays of one library, on any devices; integers and ``None`` pass through. InvalidTypeError for
+            another leaf, arrays of two libraries, and in a function that jax compiles.
         loss : array, number or False, optional
             A scaler with ``skip=`` judges it in place of these outputs: such as their mean over the ranks, or False for
             nothing. Default: the real arrays of one element among the outputs. Over several calls, their mean.
@@ -142,11 +143,6 @@ class GradScaler:
         same as outputs
             New arrays of the same dtypes; a 0-d loss of half precision comes back as float32. The very same object when
             the scaler is disabled. No host read, no collective.
-
-        Raises
-        ------
-        InvalidTypeError
-            For a leaf that is no array, arrays of two libraries, or in a function that jax compiles.
         """
         if not self._enabled:
             return outputs
@@ -192,7 +188,7 @@ class GradScaler:
             Whose gradients to divide.
         max_norm : float, optional
             Clip them to this global 2-norm, as torch's ``clip_grad_norm_`` does; also when disabled. A norm that is
-            not finite is an overflow.
+            not finite is an overflow. InvalidValueError if it is negative, or over a group without ``norm_over``.
         norm_over : {"rank", "group"}, optional
             Over a group: the norm of this rank's gradients, which all ranks hold, so that ``step`` raises
             ScaleDesyncError if their norms differ by more than a thousandth; or of the parts of all ranks.
@@ -210,8 +206,6 @@ class GradScaler:
             loaded. If ranks find that none has scaled, all raise it, and their gradients are divided already.
         InvalidTypeError
             When the object has no gradients, or something among them is no floating array.
-        InvalidValueError
-            For a ``max_norm`` that is negative, or over a group without ``norm_over``.
 
         Warns
         -----
@@ -274,11 +268,6 @@ class GradScaler:
 
         Still call ``unscale_`` and ``step`` on every rank: if that optimizer is never unscaled or stepped, ``update``
         raises CallOrderError. The step's report has the reason "refused", and the scale stays as it is.
-
-        Parameters
-        ----------
-        optimizer : Optimizer
-            The optimizer whose step to skip.
 
         Raises
         ------
@@ -362,10 +351,7 @@ class GradScaler:
     def last_step(self, optimizer: Optimizer) -> StepReport:
         """Return what happened in the last ``step`` of an optimizer; no host read beyond the one that step made.
 
-        Raises
-        ------
-        CallOrderError
-            When it has not been stepped by this scaler.
+        CallOrderError when it has not been stepped by this scaler.
         """
         return self._parts.reports.last(optimizer)
 
@@ -378,18 +364,11 @@ class GradScaler:
         Parameters
         ----------
         optimizer : Optimizer
-            The one that the schedule belongs to.
+            The one that the schedule belongs to; CallOrderError if it has not been stepped by this scaler.
         schedule : object
-            A schedule, with ``step``.
+            A schedule, with ``step``; InvalidTypeError for another object, such as an optimizer.
         *args, **kwargs
             Passed on, such as the metric of a ``ReduceLROnPlateau``.
-
-        Raises
-        ------
-        CallOrderError
-            When the optimizer has not been stepped by this scaler.
-        InvalidTypeError
-            For a schedule without ``step``, or an optimizer in its place.
 
         Notes
         -----
@@ -513,12 +492,7 @@ class GradScaler:
         optimizer : Optimizer
             The one that ``unscale_`` and ``step`` are called with.
         name : str
-            The same on every rank.
-
-        Raises
-        ------
-        InvalidTypeError
-            For a name that is no string.
+            The same on every rank. InvalidTypeError for anything but a string.
         """
         if not isinstance(name, str):
             msg = f"name must be a string, got {shown(name)}"
@@ -614,10 +588,7 @@ class GradScaler:
             self._parts.guard.load(loaded.windows, live.hooks.put)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return settings and numbers to pickle, without arrays, groups, callbacks and reports.
-
-        CallOrderError in the middle of an iteration. Gradients scaled before ``load_state_dict`` are the original's.
-        """
+        """Return what to pickle, without arrays, groups, callbacks and reports; CallOrderError in mid-iteration."""
         iteration = self._iteration
         iteration.require_boundary("pickling or copying a scaler")
         scaled, losses = (iteration.scaled, iteration.losses) if iteration.is_of_live_state else (False, Losses())
@@ -712,7 +683,6 @@ class GradScaler:
         return Request(largest, Exchange(agreement, self._parts.live, groups[0], claim))
 
     def _record(self, step: Step) -> None:
-        """Record a step, with its verdict or without one that is read later."""
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
         turn.stage, turn.verdict = Stage.STEPPED, step.verdict
         if step.verdict is None:
@@ -801,15 +771,8 @@ class ShardedGradScaler(GradScaler):
     def set_group(self, group: object) -> None:
         """Agree over another group from now on; needed after unpickling, since communicators do not travel.
 
-        Parameters
-        ----------
-        group : communicator, Collectives, or list of these
-            As for the constructor. Collective over it.
-
-        Raises
-        ------
-        CallOrderError
-            In the middle of an iteration, unless its agreement has failed: it is then abandoned.
+        Collective over it, as the constructor is. CallOrderError in the middle of an iteration, unless its agreement
+        has failed: it is then abandoned.
         """
         self._iteration.require_boundary("set_group()")
         if self._enabled:
@@ -827,17 +790,8 @@ class StepGuard(ShardedGradScaler):
     group : communicator, Collectives, or list of these, optional
         The ranks that skip together, as for :class:`ShardedGradScaler`. Default: none, so that this process decides
         alone.
-    timeout : float, default 1800.0
-        Seconds to wait for the other ranks.
-    enabled, backend : optional
-        As in :class:`GradScaler`.
-    on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
-        As in :class:`GradScaler`.
-
-    Raises
-    ------
-    InvalidTypeError
-        For settings of a scale, such as ``init_scale`` or ``policy``; and as ShardedGradScaler for a group.
+    timeout, enabled, backend, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
+        As in :class:`ShardedGradScaler`. InvalidTypeError for a scale's settings, such as ``init_scale`` or ``policy``.
 
     Notes
     -----

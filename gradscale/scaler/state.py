@@ -260,7 +260,6 @@ class LiveState:
         self.state = self.backend.put(self.state, self.backend.with_numbers(self.state, numbers))
 
     def _reachable(self, policy: Policy, reached: Sequence[float] = ()) -> _Trackers:
-        """Return the largest values that the trackers of a policy's states can have."""
         said = _ANY_TRACKERS if self.hooks.is_shared else getattr(policy, "largest_trackers", _ANY_TRACKERS)
         return tuple(map(max, said, reached)) if reached else said
 

@@ -156,10 +156,7 @@ class Pending:
         return self._copy is None or self._copy.is_done()
 
     def count(self) -> Array | int | None:
-        """Return the agreed count for the update of the state, 0-d if the host does not know it; no host read.
-
-        None for a verdict that moves no scale.
-        """
+        """Return the agreed count, 0-d if the host does not know it; None if it moves no scale. No host read."""
         known = self.known if self.override is None or self.known is None else self.read()
         return None if (self._is_idle if known is None else not known.moves_scale) else self._judged()
 
