@@ -92,8 +92,8 @@ class Collectives(Protocol):
     def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin an element-wise MAX all-reduce of a 1-d int32 array; the returned call finishes it.
 
-        Every rank starts the same collectives in the same order. ``x`` is left alone; the result is a new array of
-        the same library and device, also when it is called again. The call raises
+        Every rank starts the same collectives in the same order. ``x`` is left alone; the result is another array of
+        the same library and device, which a second call gives once more. The call raises
         :class:`~gradscale.CollectiveTimeoutError` when a rank does not come in time, and
         :class:`~gradscale.BackendError` for failures of the group's library.
         """
