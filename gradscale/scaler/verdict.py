@@ -26,7 +26,7 @@ class Pending:
       ``count``, ``skips``, ``held`` and ``reason`` answer with arrays of the device.
     - ``is_captured``, if a captured graph writes it at each replay: ``read`` anew each time, and never in ``known``.
     - ``override``, if a framework judges by itself: it returns 0-d, 0 for finite gradients, or None, and takes the
-      place of the count. It overrules no spike and no refusal.
+      place of the count. It overrules no spike and no refusal. ``is_judged`` is false if nobody else has judged.
 
     ``not_scaled``: the gradients of a rank that has never scaled a loss.
     """
@@ -158,9 +158,9 @@ class Pending:
     def count(self) -> Array | int | None:
         """Return the agreed count, 0-d if the host does not know it; None if it moves no scale. No host read."""
         known = self.known if self.override is None or self.known is None else self.read()
-        return None if (self._is_idle if known is None else not known.moves_scale) else self._judged()
+        return None if (self._is_idle if known is None else not known.moves_scale) else self._deciding_count()
 
-    def _judged(self) -> Array | int:
+    def _deciding_count(self) -> Array | int:
         """Return the count that decides: a framework's, if it has one and no spike or refusal stands against it."""
         shown = None if self.override is None else self.override()
         if shown is None:
@@ -193,7 +193,7 @@ class Pending:
         """Return whether the ranks skip the step, 0-d, 0 if they do not, if the host does not know; no host read."""
         if self.known is not None:
             return self.read().reason > 0
-        own, code = self._judged(), self._agreed_code()
+        own, code = self._deciding_count(), self._agreed_code()
         if isinstance(code, int):
             return array_namespace(own).ones_like(own) if code else own
         return (own != 0) | (code != 0)
@@ -203,14 +203,14 @@ class Pending:
         code = self._agreed_code()
         if isinstance(code, int) and code == 0:
             return False
-        is_clean = self._judged() == 0
+        is_clean = self._deciding_count() == 0
         return is_clean if isinstance(code, int) else is_clean & (code != 0)
 
     def reason(self) -> Reason | Array:
         """Return why the ranks skip the step; its number as a 0-d int32 if the host does not know."""
         if self.known is not None or not self.is_late:
             return self.read().reason
-        own, given = self._judged(), claims.reason_number(self._agreed_code())
+        own, given = self._deciding_count(), claims.reason_number(self._agreed_code())
         xp = array_namespace(own)
         number = xp.full_like(own, given, dtype=xp.int32) if isinstance(given, int) else given
         return xp.where(own != 0, xp.full_like(number, Reason.OVERFLOW), number)

@@ -185,3 +185,17 @@ def test_a_search_leads_to_a_recipe_or_an_answer(word: str):
     }
     assert len(found) == 1
     assert found <= {"backends/gradscale_torch/RECIPES.md", "gradscale/FAQ.md"}
+
+
+def test_the_map_of_an_iteration_names_methods_that_are_there():
+    from gradscale import Backend, GradScaler
+    from gradscale.scaler.guard import Guard
+    from gradscale.scaler.iteration import Iteration
+    from gradscale.scaler.mistakes import Mistakes
+    from gradscale.scaler.state import LiveState
+
+    owners = {"scaler": GradScaler, "iteration": Iteration, "backend": Backend, "state": LiveState}
+    owners |= {"guard": Guard, "mistakes": Mistakes}
+    called = re.findall(rf"^ *({'|'.join(owners)})\.(?!py\b)(\w+)", PAGES[".github/CONTRIBUTING.md"], re.MULTILINE)
+    assert len(called) > 15
+    assert [f"{owner}.{name}" for owner, name in called if not hasattr(owners[owner], name)] == []
