@@ -85,7 +85,7 @@ class Diagnosis:
             # Its verdict may not have been read yet.
             self._reports.last(optimizer)
         live = self._live
-        minimum = None if live.never_scales else live.policy.clamp(validation.SMALLEST_NORMAL)
+        minimum = None if live.never_scales or not self._enabled else live.policy.clamp(validation.SMALLEST_NORMAL)
         groups: Sequence[Collectives] = ()
         if gather and self._enabled:
             groups = iteration.groups_for(optimizer)
