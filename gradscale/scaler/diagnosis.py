@@ -183,11 +183,15 @@ class Diagnosis:
         if not arrays and not others:
             return [], []
         first = (arrays or others)[0]
-        foreign = [k for k, x in enumerate(arrays) if array_namespace(x) is not array_namespace(first)]
-        own = [x for k, x in enumerate(arrays) if k not in foreign]
-        summaries, values = self._live.backend_for(first).read_summaries(own, others)
-        for k in foreign:
-            summaries[k:k] = registry.backend_for(arrays[k]).read_summaries([arrays[k]])[0]
+        home = array_namespace(first)
+        own, own_others = ([x for x in some if array_namespace(x) is home] for some in (arrays, others))
+        summaries, values = self._live.backend_for(first).read_summaries(own, own_others)
+        for k, x in enumerate(arrays):
+            if array_namespace(x) is not home:
+                summaries[k:k] = registry.backend_for(x).read_summaries([x])[0]
+        for k, x in enumerate(others):
+            if array_namespace(x) is not home:
+                values[k:k] = [registry.backend_for(x).read(x)]
         return summaries, values
 
     def _choose(self, optimizer: Optimizer, named: Sequence[HeldArray]) -> list[tuple[int, HeldArray, Array | None]]:
@@ -223,10 +227,13 @@ class Diagnosis:
             if not isinstance(number, (int, float, complex)):
                 msg = f"loss must hold arrays and numbers, got {shown(number)} of type {type(number).__name__}"
                 raise InvalidTypeError(msg)
-        count = self.count_nonfinite(leaves)
+        by_library: dict[object, list[Array]] = {}
+        for leaf in filter(is_array_api_obj, leaves):
+            by_library.setdefault(array_namespace(leaf), []).append(leaf)
+        counts = map(self.count_nonfinite, by_library.values())
         # Integers are finite, even those too large for a float.
         lost = sum(not isinstance(number, int) and not cmath.isfinite(number) for number in numbers)
-        return [] if count is None else [count], lost
+        return [count for count in counts if count is not None], lost
 
     def _scale_of(
         self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, *, is_over: bool
