@@ -92,6 +92,9 @@ class Diagnosis:
             groups = groups if turn is None or turn.pending is None else turn.pending.groups or groups
         if not groups:
             return OverflowReport.of([self._look(optimizer, iteration, turn, asked)], minimum)
+        if len(groups) > 1 and turn is not None and turn.pending is not None and turn.pending.is_begun:
+            # A rank that has not called scale() has sent all of this message in unscale_, before the diagnosis.
+            iteration.verdict(turn)
         failure: Exception | None = None
         try:
             own = self._look(optimizer, iteration, turn, asked)
