@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import array_api_compat.torch
 import torch
-import torch.distributed as dist
+from diagnoses import Part, back, row
 from fsdp_scenarios import (
     FSDP2,
     Setup,
@@ -24,6 +25,7 @@ from fsdp_scenarios import (
     local_gradients,
     make_scaler,
 )
+from libraries import Library
 from scenarios import raised
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,39 +33,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch_sharded_scenarios import as_dtensor, sharded
 
 import gradscale
-from gradscale import OverflowReport
 from gradscale_torch import devices
 
+TORCH = Library("torch", array_api_compat.torch)
 LEARNING_RATE = 0.25
 SCALE = 1024.0
 
 
-def spread(value):
-    """Return what each rank has."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def found_in(report: OverflowReport):
-    """Return the entries of a report by rank and name, as ``look`` says what is expected."""
-    by_rank = {}
-    for one in report.entries:
-        value = None if one.missing else (list(one.shape), one.inf, one.largest)
-        by_rank.setdefault(one.rank, {})[one.name] = value
-    return by_rank
-
-
-def assert_is_told(report: OverflowReport, expected, bad: tuple[int, ...] | None):
-    """Assert that a report says of each rank what is expected, and names the only bad one."""
-    assert found_in(report) == expected
-    assert [one.rank for one in report.entries if one.inf or one.nan] == ([] if bad is None else [bad])
-    assert report.cause == ("none" if bad is None else "scale")
-    if bad is not None:
-        worst = report.entries[0]
-        assert worst.rank == bad
-        said = f"{worst.name} on rank {'/'.join(map(str, bad))} overflows"
-        assert said in report.to_dict()["explanation"]
+def part_of(names: Sequence[str], parameters: Sequence[Tensor], scale: float, number: int, is_scaled, lost=None):
+    """Return what this rank has to tell of its parts of the gradients."""
+    gradients = [next(local_gradients([parameter]), None) for parameter in parameters]
+    rows = [
+        row(name, None if x is None else back(TORCH, x), k, scale if is_scaled else 1.0)
+        for k, (name, x) in enumerate(zip(names, gradients, strict=True))
+    ]
+    return Part(rows, None, scale, number, is_scaled, lost, 0.0)
 
 
 def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_given: bool = False):
@@ -86,7 +70,6 @@ def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_give
     telling: dict[str, Any] = {"diagnose": "on_overflow"}
     if is_given:
         telling["group"] = parameters[0].device_mesh.get_all_groups()
-    places = [divmod(number, 2) if is_given else (number,) for number in range(size)]
     scaler = make_scaler(setup, "gradscale", init_scale=SCALE, **({} if how == "late" else telling))
     told = []
     late = mock.patch.object(devices, "would_wait", return_value=True)
@@ -96,84 +79,47 @@ def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_give
             scaler.scale(backward_loss(model, rank)).backward()
             if rank == iteration:
                 inject_infinity(parameters[iteration % len(parameters) :])
-            scale, bad = SCALE / 2**iteration, places[iteration] if iteration < size else None
-            expected = dict(zip(places, spread(look(names, parameters, scale)), strict=True))
-            assert any(expected[places[0]].values())
-            own = [scaler.diagnose(optimizer)]
-            # Before the step, after it and after the update.
-            gathered = [scaler.diagnose(optimizer, model.named_parameters(), gather=True)]
+            is_bad, scale, lost = iteration < size, SCALE / 2**iteration, None if how == "late" else 0
+
+            def look(is_scaled: bool, lost, story: str = "gathered", scale=scale, number=iteration + 1, **options):
+                part = part_of(names, parameters, scale, number, is_scaled, lost)
+                report = scaler.diagnose(optimizer, gather=story == "gathered", **options)
+                told.append((f"{story} {how} {number}", report, part))
+
+            look(True, lost, names=model.named_parameters())
             scaler.step(optimizer)
-            gathered.append(scaler.diagnose(optimizer, gather=True))
+            is_left = how != "plain" and is_bad
+            look(is_left, lost)
             if how != "late":
-                overflow = scaler.last_step(optimizer).overflow
                 # The third in a row is also a search of the weights and the state.
-                searched = () if bad is not None and iteration > 1 else None
-                assert overflow == (None if bad is None else dataclasses.replace(gathered[1], broken=searched))
-                assert overflow is None or overflow.loss_nonfinite == 0
+                expected = dataclasses.replace(told[-1][1], broken=() if iteration > 1 else None)
+                assert scaler.last_step(optimizer).overflow == (expected if is_bad else None)
             scaler.update()
-            gathered.append(scaler.diagnose(optimizer, gather=True))
-            own.append(scaler.diagnose(optimizer))
-            for report in gathered:
-                assert_is_told(report, expected, bad)
-                assert (report.scale, report.iteration) == (scale, iteration + 1)
-            assert [found_in(report) for report in own] == [{(): expected[places[rank]]}] * 2
-            report = scaler.last_step(optimizer)
-            assert (report.skipped, report.scale) == (bad is not None, scale)
-            told += [report.to_dict() for report in gathered]
+            look(is_left, None)
+            look(is_left, None, "its own")
+            assert (scaler.last_step(optimizer).skipped, scaler.last_step(optimizer).scale) == (is_bad, scale)
     return told
 
 
 def broken_shards(group, setup: Setup):
-    """Break a weight, and then a moment, on each rank in turn, and overflow three times on rank 0; what all are told.
-
-    Before it and after it the model is whole, which is told first and last.
-    """
+    """Break a weight, and then a moment, on no rank and on each in turn; what all are told."""
     model = distribute(setup)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=LEARNING_RATE)
-    scaler = make_scaler(setup, "gradscale", init_scale=SCALE, diagnose="on_overflow")
-
-    def iterate(overflows: bool):
-        optimizer.zero_grad()
-        scaler.scale(backward_loss(model, group.rank())).backward()
-        if overflows and group.rank() == 0:
-            inject_infinity(list(model.parameters()))
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.last_step(optimizer).overflow
-
-    def asked():
-        return scaler.diagnose(optimizer, gather=True, state=True).to_dict()
-
-    iterate(False)
-    told = [[asked()]]
-    for bad_rank in range(group.size()):
-        for place in ("weight", "state"):
-            # Of the optimizer, whose parameters FSDP1 may have put in the place of the model's.
-            (parameter, *_) = optimizer.param_groups[0]["params"]
-            held = parameter.detach() if place == "weight" else optimizer.state[parameter]["exp_avg_sq"]
+    scaler = make_scaler(setup, "gradscale", init_scale=SCALE)
+    scaler.scale(backward_loss(model, group.rank())).backward()
+    scaler.step(optimizer)
+    # Of the optimizer, whose parameters FSDP1 may have put in the place of the model's.
+    (parameter, *_) = optimizer.param_groups[0]["params"]
+    told = []
+    for bad_rank in range(-1, group.size()):
+        for held in (parameter.detach(), optimizer.state[parameter]["exp_avg_sq"]):
             local = held.to_local() if isinstance(held, DTensor) else held
-            assert local.numel() > 0
             before = local.clone()
             if group.rank() == bad_rank:
                 local.view(-1)[0] = math.nan
-            report = asked()
-            # A weight that is not finite makes all gradients so.
-            overflows = [iterate(True).to_dict() for _ in range(3)]
+            told.append(scaler.diagnose(optimizer, gather=True, state=True).to_dict())
             local.copy_(before)
-            told.append([report, *overflows])
-            iterate(False)
-    return [*told, [asked()]]
-
-
-def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float):
-    """Return what a diagnosis is to say of this rank's gradients: shape, infinities and largest finite magnitude."""
-    found: dict[str, Any] = dict.fromkeys(names)
-    for name, parameter in zip(names, parameters, strict=True):
-        for gradient in local_gradients([parameter]):
-            finite = gradient[gradient.isfinite()].double().abs()
-            largest = finite.max().item() / scale if finite.numel() else None
-            found[name] = (list(gradient.shape), int(gradient.isinf().sum()), largest)
-    return found
+    return told
 
 
 def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
@@ -188,10 +134,7 @@ def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
     if not is_odd or kind == "overlapping":
         parameter.grad = as_dtensor(mesh, torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0))
     report = scaler.diagnose(optimizer, ["weight"], gather=True)
-    values = {(rank,): {"weight": ([2], 0, 1.0)} for rank in range(group.size())}
-    if kind != "overlapping":
-        values[odd_rank,]["weight"] = None
-    assert (report.scale, report.cause, found_in(report)) == (4.0, "none", values)
+    told = "gathered", report, part_of(["weight"], [parameter], 4.0, 1, not (is_odd and kind == "no loss"))
     if kind == "overlapping":
         # Whether a gradient can be unscaled in place is still looked at when it is.
         refusals = (gradscale.ScaleDesyncError, f"rank {odd_rank} cannot unscale its gradients")
@@ -200,7 +143,7 @@ def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
     else:
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
-    return report.to_dict()
+    return [told]
 
 
 def loss_of_a_mesh(group, bad_rank: int, placement: str):
