@@ -45,11 +45,6 @@ class Asked(NamedTuple):
     state: object = False
     is_by_itself: bool = False
 
-    @property
-    def searches(self) -> bool:
-        """Whether the weights or the optimizer's state are searched."""
-        return self.params is not None or not (self.state is None or self.state is False)
-
 
 class Diagnosis:
     """Makes the reports of ``diagnose``, and of a scaler with ``diagnose="on_overflow"`` in its steps."""
@@ -71,9 +66,8 @@ class Diagnosis:
 
     def of_stall(self, optimizer: Optimizer, iteration: Iteration) -> str:
         """Return the cause that this rank's gradients, weights and state show; empty if they cannot be looked at."""
-        asked = Asked(state=True, is_by_itself=True)
         try:
-            found = self.diagnose(optimizer, iteration, asked, gather=False)
+            found = self.diagnose(optimizer, iteration, Asked(state=True, is_by_itself=True), gather=False)
         except GradscaleError:
             return ""
         return f"Cause: {found.cause}. {found.explanation.rstrip('.')}"
@@ -81,6 +75,7 @@ class Diagnosis:
     def diagnose(self, optimizer: Optimizer, iteration: Iteration, asked: Asked, *, gather: bool) -> OverflowReport:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
         turn = iteration.by_id(id(optimizer))
+        pending = None if turn is None else turn.pending
         if optimizer in self._reports:
             # Its verdict may not have been read yet.
             self._reports.last(optimizer)
@@ -88,11 +83,10 @@ class Diagnosis:
         minimum = None if live.never_scales or not self._enabled else live.policy.clamp(validation.SMALLEST_NORMAL)
         groups: Sequence[Collectives] = ()
         if gather and self._enabled:
-            groups = iteration.groups_for(optimizer)
-            groups = groups if turn is None or turn.pending is None else turn.pending.groups or groups
+            groups = (pending and pending.groups) or iteration.groups_for(optimizer)
         if not groups:
             return OverflowReport.of([self._look(optimizer, iteration, turn, asked)], minimum)
-        if len(groups) > 1 and turn is not None and turn.pending is not None and turn.pending.is_begun:
+        if len(groups) > 1 and turn is not None and pending is not None and pending.is_begun:
             # A rank that has not called scale() has sent all of this message in unscale_, before the diagnosis.
             iteration.verdict(turn)
         failure: Exception | None = None
@@ -134,7 +128,8 @@ class Diagnosis:
         """Look at this rank's arrays: one host read."""
         located = named_gradients(optimizer)
         named = name_gradients(located, asked.names)
-        looked, is_searched = self._choose(optimizer, named), asked.searches
+        looked = self._choose(optimizer, named)
+        is_searched = asked.params is not None or not (asked.state is None or asked.state is False)
         if is_searched:
             try:
                 held = held_arrays(optimizer, located, named, asked.params, asked.state)
@@ -182,20 +177,18 @@ class Diagnosis:
         return ParameterReport(one.name, index=index, shape=shape, kind=one.kind, key=one.key, **counted)
 
     def _read(self, arrays: list[Array], others: list[Array]) -> tuple[list[Summary], list[list[int]]]:
-        """Summarize arrays and read others: one host read, and one for each array of another library than the first."""
-        if not arrays and not others:
-            return [], []
-        first = (arrays or others)[0]
-        home = array_namespace(first)
-        own, own_others = ([x for x in some if array_namespace(x) is home] for some in (arrays, others))
-        summaries, values = self._live.backend_for(first).read_summaries(own, own_others)
-        for k, x in enumerate(arrays):
-            if array_namespace(x) is not home:
-                summaries[k:k] = registry.backend_for(x).read_summaries([x])[0]
-        for k, x in enumerate(others):
-            if array_namespace(x) is not home:
-                values[k:k] = [registry.backend_for(x).read(x)]
-        return summaries, values
+        """Summarize arrays and read others: one host read for each library."""
+        summaries: dict[int, Summary] = {}
+        values: dict[int, list[int]] = {}
+        backend_for = self._live.backend_for
+        for xp in dict.fromkeys(map(array_namespace, arrays + others)):
+            own, theirs = ([x for x in some if array_namespace(x) is xp] for some in (arrays, others))
+            found, read = backend_for((own or theirs)[0]).read_summaries(own, theirs)
+            summaries |= zip(map(id, own), found, strict=True)
+            values |= zip(map(id, theirs), read, strict=True)
+            # The scaler's own adapter is for the first library.
+            backend_for = registry.backend_for
+        return [summaries[id(x)] for x in arrays], [values[id(x)] for x in others]
 
     def _choose(self, optimizer: Optimizer, named: Sequence[HeldArray]) -> list[tuple[int, HeldArray, Array | None]]:
         """Return the floating gradients with their positions and values, and those that are missing."""
@@ -230,10 +223,8 @@ class Diagnosis:
             if not isinstance(number, (int, float, complex)):
                 msg = f"loss must hold arrays and numbers, got {shown(number)} of type {type(number).__name__}"
                 raise InvalidTypeError(msg)
-        by_library: dict[object, list[Array]] = {}
-        for leaf in filter(is_array_api_obj, leaves):
-            by_library.setdefault(array_namespace(leaf), []).append(leaf)
-        counts = map(self.count_nonfinite, by_library.values())
+        # They may be of several libraries.
+        counts = [self.count_nonfinite([leaf]) for leaf in leaves]
         # Integers are finite, even those too large for a float.
         lost = sum(not isinstance(number, int) and not cmath.isfinite(number) for number in numbers)
         return [count for count in counts if count is not None], lost
