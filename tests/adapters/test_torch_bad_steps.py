@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
-import pickle
 
 import pytest
 from axes_torch import GradScaler, StepGuard, TorchScaler, torch
@@ -259,19 +257,3 @@ def test_a_guard_leaves_losses_and_gradients_as_they_are_with_and_without_scale(
         # Also where the state is on a device.
         run.scaler.load_state_dict(run.scaler.state_dict())
     assert run.scaler.counts() == {"taken": 3, "overflow": 2, "spike": 0, "refused": 0}
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))])
-def test_a_copy_of_a_guard_is_one_and_takes_over_a_scaler_of_float16(copied):
-    run = Small(GradScaler("cpu", skip=RULE))
-    for gradient in (1.0, 1.0):
-        clipped(run, gradient)
-    guard = copied(StepGuard(skip=RULE))
-    guard.load_state_dict(run.scaler.state_dict())
-    assert (type(guard), guard.get_scale(), guard.counts()["taken"]) == (StepGuard, 1.0, 2)
-    other = Small(guard)
-    clipped(other, 5.0)
-    assert other.report.reason == "spike"
-    torchs = TorchScaler("cpu", enabled=True)
-    guard.load_state_dict(torchs.state_dict())
-    assert guard.get_scale() == 1.0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from libraries import Library
@@ -29,30 +27,6 @@ def test_a_closure_is_found_among_arguments_which_reach_the_optimizer_as_its_own
     assert scaler.step(optimizer, closure, "more", lr=0.1) == ((1, 2), ("more",), {"lr": 0.1})
     scaler.update()
     assert scaler.step(optimizer, 0.1, closure=closure) == ((1, 2), (0.1,), {})
-
-
-def test_an_exception_of_an_optimizer_passes_through_and_the_step_can_be_called_again(arrays: Library):
-    class Failing(Evaluating):
-        fails = True
-
-        def step(self, closure: Callable[[], Any]) -> str:
-            returned, fails = super().step(closure), self.fails
-            self.fails = False
-            if fails:
-                raise MemoryError
-            return returned
-
-    scaler, optimizer = GradScaler(), Failing()
-
-    def closure():
-        optimizer.grads = [arrays.asarray([3.0]) * scaler.scale(arrays.asarray(1.0))]
-
-    with pytest.raises(MemoryError):
-        scaler.step(optimizer, closure)
-    assert scaler.step(optimizer, closure) == "minimised"
-    scaler.update()
-    assert not scaler.last_step(optimizer).skipped
-    arrays.assert_array(optimizer.seen[1][0], [3.0])
 
 
 def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed_on(arrays: Library):

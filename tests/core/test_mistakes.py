@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import pickle
-import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from interrupts import interrupted_anywhere
 from libraries import Library
-from optimizers import Evaluating, Tree, iterate
+from optimizers import Evaluating, Tree
 
 import gradscale
 from gradscale import CallOrderError, GradScaler, ShardedGradScaler
@@ -24,40 +23,6 @@ from gradscale.testing import ThreadCollectives, run_ranks
 
 def scaled(scaler: GradScaler, gradient=None):
     return [scaler.scale(np.float32([2.0]) if gradient is None else gradient)]
-
-
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_gradients_of_an_iteration_that_has_scaled_nothing_are_told_of_once(arrays: Library, call: str):
-    scaler, first, second = GradScaler(init_scale=4.0, growth_interval=1), Tree(), Tree()
-    first.grads, second.grads = [scaled(scaler, arrays.asarray([1.0])) for _ in range(2)]
-    scaler.step(first)
-    scaler.update()
-    told = r"scale\(\) was not called in iteration 2, and the gradients of Tree are .*call step\(\) before update"
-    # As an error it comes before anything is touched.
-    with pytest.raises(UserWarning, match=told):
-        getattr(scaler, call)(second)
-    arrays.assert_array(second.grads[0], [4.0])
-    with pytest.warns(UserWarning, match=told) as warned:
-        getattr(scaler, call)(second)
-    assert [one.filename for one in warned] == [__file__]
-    arrays.assert_array(second.grads[0], [0.5])
-    scaler.update()
-    # A loop that multiplies by the scale itself goes on, and so does a copy of its scaler.
-    for each in (scaler, copy.copy(scaler)):
-        first.grads = [arrays.asarray([2.0 * each.get_scale()])]
-        each.step(first)
-        each.update()
-        arrays.assert_array(first.grads[0], [2.0])
-
-
-@pytest.mark.parametrize("grads", [[], None, {}, [[], {"w": None}]], ids=repr)
-def test_a_step_without_a_single_gradient_is_an_error_and_may_be_called_again(arrays: Library, grads):
-    scaler, optimizer = GradScaler(init_scale=4.0), Tree(grads)
-    scaler.scale(arrays.asarray(1.0))
-    with pytest.raises(CallOrderError, match="none of whose parameters has a gradient: they were zeroed"):
-        scaler.step(optimizer)
-    assert (optimizer.calls, optimizer.grads) == ([], grads)
-    assert not iterate(arrays, scaler, optimizer).skipped
 
 
 class Other(Tree):
@@ -192,44 +157,6 @@ def test_calls_inside_of_a_step_are_errors_in_any_thread_but_a_loss_may_be_scale
     scaler.on_update = None
     iterate_cleanly(scaler, other := Tree())
     assert scaler.last_step(other).iteration == 2
-
-
-@pytest.mark.parametrize("by_closure", [False, True])
-def test_an_optimizer_without_step_is_an_error_before_its_gradients_are_touched(arrays: Library, by_closure: bool):
-    class Stepless:
-        """Of the tree protocol."""
-
-    scaler, optimizer = GradScaler(init_scale=4.0), Stepless()
-    optimizer.grads = grads = scaled(scaler, arrays.asarray([2.0]))  # type: ignore[attr-defined]
-    with pytest.raises(gradscale.InvalidTypeError, match=r"must have step\(\), got .* of type Stepless"):
-        scaler.step(optimizer, *[lambda: None] * by_closure)  # type: ignore[arg-type]
-    assert [float(gradient[0]) for gradient in grads] == [8.0]
-    with pytest.raises(CallOrderError, match=r"first, got one of type Stepless$"):
-        scaler.last_step(optimizer)  # type: ignore[arg-type]
-
-
-def test_the_wrapper_of_a_stepped_optimizer_is_told_to_give_what_it_wraps(arrays: Library):
-    scaler, optimizer = GradScaler(), Tree()
-    iterate(arrays, scaler, optimizer)
-    wrapper = types.SimpleNamespace(optimizer=optimizer)
-    for ask in (scaler.last_step, functools.partial(scaler.step_schedule, schedule=optimizer)):
-        with pytest.raises(CallOrderError, match=r"got one of type SimpleNamespace, .*its attribute \.optimizer$"):
-            ask(wrapper)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("call", ["unscale_", "step", "refuse", "diagnose"])
-def test_several_optimizers_and_a_class_are_told_to_give_one_optimizer(arrays: Library, call: str):
-    class Classy:
-        def step(self): ...
-
-    scaler = GradScaler()
-    optimizer = Tree(scaled(scaler, arrays.asarray([2.0])))
-    for several in ([optimizer], (optimizer, optimizer), {"one": optimizer}):
-        told = rf"an optimizer must have .*, got a {type(several).__name__} of {len(several)}: .* for each optimizer$"
-        with pytest.raises(gradscale.InvalidTypeError, match=told):
-            getattr(scaler, call)(several)
-    with pytest.raises(gradscale.InvalidTypeError, match=r"must be an instance, got .*: call it, Classy\(\.\.\.\)$"):
-        getattr(scaler, call)(Classy)
 
 
 def test_a_load_in_a_closure_is_an_error(arrays: Library):

@@ -8,33 +8,11 @@ import math
 import numpy as np
 import pytest
 from libraries import Library, opened
-from optimizers import Recording, Tree, iterate, scaled
+from optimizers import Tree, iterate, scaled
 
-from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StepReport, registry
-from gradscale.core.backend import Backend
+from gradscale import GradScaler, ShardedGradScaler, registry
 from gradscale.scaler.scaler import iteration_of
 from gradscale.testing import run_ranks
-
-
-def test_a_clean_iteration_steps_with_the_unscaled_gradients_also_when_the_scale_has_grown(arrays: Library):
-    scaler, optimizer = GradScaler(growth_interval=1), Tree()
-    for iteration in range(1, 5):
-        scale = scaler.get_scale()
-        report = iterate(arrays, scaler, optimizer, [1.5, -3.0])
-        arrays.assert_array(optimizer.seen[-1][0], [1.5])
-        arrays.assert_array(optimizer.seen[-1][1], [-3.0])
-        assert report == StepReport(False, scale, 0, "stepped", iteration, 0)
-    assert scaler.get_scale() == 65536.0 * 16
-
-
-class Equal(Tree):
-    """Compares equal to all others, and has no hash."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
 
 # How optimizers are called and kept.
 
@@ -81,37 +59,6 @@ def test_of_optimizers_that_cannot_be_referenced_weakly_some_are_kept_alive_and_
         assert sum(type(one) is Slotted for one in gc.get_objects()) <= 101 * max(ranks, 1)
 
     run_ranks(ranks, train) if ranks else train()
-
-
-class Counting(Backend):
-    """The pure core, counting its reads."""
-
-    reads = 0
-
-    def read(self, x, /) -> list[int]:
-        self.reads += 1
-        return super().read(x)
-
-
-@pytest.mark.parametrize("number", [1, 50])
-@pytest.mark.parametrize("first", [None, {}, {"max_norm": 1.0}], ids=["step", "unscale_", "clip"])
-@pytest.mark.parametrize("value", [1.0, math.nan])
-def test_a_step_reads_from_the_device_once_whatever_it_holds(arrays: Library, number: int, first, value: float):
-    backend = Counting()
-    policy = DynamicScale(at_min="raise", tolerance=0.5)
-    scaler = GradScaler(backend=backend, policy=policy, on_skip=print, on_update=print)
-    scaler.scale(arrays.asarray(1.0))
-    grads = [arrays.asarray([value], dtype) for _ in range(number) for dtype in arrays.reals]
-    optimizer: Recording = Tree(grads)
-    if first is not None:
-        scaler.unscale_(optimizer, **first)
-    assert backend.reads == 0
-    scaler.step(optimizer)
-    assert backend.reads == 1
-    report = scaler.last_step(optimizer)
-    scaler.update()
-    assert report.nonfinite == (len(grads) if math.isnan(value) else 0)
-    assert backend.reads == 1
 
 
 def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Library, strict: Library):

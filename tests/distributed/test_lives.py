@@ -8,11 +8,7 @@ from axes import require
 from tiers import examples, later
 from worlds import ThreadWorld, agree
 
-# Some iterations do not call scale(), and some steps have nothing that a rule for spikes could judge.
-pytestmark = [
-    pytest.mark.numpy,
-    pytest.mark.filterwarnings(r"ignore:scale\(\) was not called:UserWarning", "ignore:skip= judges:UserWarning"),
-]
+pytestmark = pytest.mark.numpy
 LIBRARIES = ["numpy", "strict", pytest.param("torch", marks=pytest.mark.torch)]
 
 
@@ -20,7 +16,7 @@ LIBRARIES = ["numpy", "strict", pytest.param("torch", marks=pytest.mark.torch)]
 @pytest.mark.parametrize("seed", [0, *later("all", *range(1, 10))])
 def test_a_random_life_alone_is_the_models(seed: int, library: str):
     require(library)
-    counts = lives.live(None, examples(15_000 if library == "numpy" else 3_000), seed, library)["counts"]
+    counts = lives.live(None, examples(20_000 if library == "numpy" else 3_000), seed, library)["counts"]
     if library == "numpy":
         raised = ("unscale", "refuse", "step", "minimise", "update", "resume")
         reasons = ("stepped", "overflow", "spike", "refused", "closure steps", "closure skips", "closure has begun")

@@ -2,12 +2,14 @@
 
 Legal and illegal calls on several optimizers of one scaler: overflows, spikes and refusals on one rank, steps that are
 left out, come twice or are declined by the optimizer, closures, clipping, scales and settings that are set, state dicts
-that are loaded, pickles and copies. All ranks draw the same life, and what is bad is one rank's.
+that are loaded, pickles and copies, callbacks that raise, and what is refused at any time. What callbacks are told,
+warnings and host reads are held to the model, too. All ranks draw the same life, and what is bad is one rank's.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -16,34 +18,48 @@ import json
 import math
 import pickle
 import random
+import re
 import statistics
-from collections.abc import Callable, Sequence
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from scenarios import SGD, rank_and_size
+from refused_calls import OF_GRIDS, OF_GROUPS, OF_NORMS, OF_ONES, OF_RULES, OF_SCALERS
+from scenarios import SGD, Alone, rank_and_size
 
 import gradscale
 from gradscale import DynamicScale, SkipSpikes, StaticScale, StepReport, UpdateReport
+from gradscale.core.backend import Backend
+from gradscale.policies.rules import GradualScale
 
-__all__ = ["CALLS", "ENDS", "live"]
+__all__ = ["CALLS", "ENDS", "OF_A_SCALE", "live"]
 
 OPTIMIZERS = 3
 VALUES = (1.0, 1.0, -2.0, 0.25)
 BAD = (math.inf, -math.inf, math.nan)
-MAX_NORM = 0.5
+# The last is so large that its quotient by a norm of 0 overflows.
+MAX_NORMS = (0.5, 0.5, 0.5, 0.0, 1e308)
 # How often each call is drawn, and after how many a life ends.
-CALLS = ("backward", "unscale", "refuse", "step", "minimise", "update", "set_scale", "resume", "change_setting")
-OFTEN = (4.0, 7.0, 0.8, 8.0, 1.0, 5.0, 0.1, 1.0, 0.2)
+CALLS = ("backward", "unscale", "refuse", "step", "minimise", "update", "set_scale", "resume", "change_setting", "err")
+OFTEN = (4.0, 7.0, 0.8, 8.0, 1.0, 5.0, 0.1, 1.0, 0.2, 0.1)
 LENGTH = 200
 ORDER = "The right order: scale(loss), backward pass, unscale_(optimizer) if wanted, step(optimizer), update()"
 # What an update may end in, beside nothing.
-ENDS = ("ScaleUnderflowError", "TrainingStalledError", "TrainingStalledWarning")
+ENDS = ("ScaleUnderflowError", "TrainingStalledError", "TrainingStalledWarning", "OSError")
+KINDS = {kind.__name__: kind for kind in (DynamicScale, StaticScale, GradualScale)}
+FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
+# What a state dict may lack, and what a StepGuard makes nothing of.
+OPTIONAL = ("policy", "counts", "spikes", "iteration", "version", "_overflow_tracker", "_rescale_tracker")
+FOREIGN = {"scale": 64.0, "growth_factor": 1.5, "backoff_factor": 0.25, "growth_interval": 9, "_growth_tracker": 1}
+# The nouns; the names of methods are those of a scaler.
+OF_A_SCALE = re.compile(r"\b(scale|scales|scaled)\b(?!\()|overflow", re.IGNORECASE)
 
 POLICIES = [
     DynamicScale(growth_interval=5),
-    DynamicScale(growth_interval=2, init_scale=2.0**14, min_scale=2.0**12, at_min="raise"),
+    DynamicScale(growth_interval=2, init_scale=2.0**13, min_scale=2.0**12, at_min="raise"),
     DynamicScale(
         init_scale=512.0, growth_factor=1.5, backoff_factor=0.3, growth_interval=2, min_scale=0.1, hysteresis=2
     ),
@@ -143,7 +159,7 @@ class Turn:
     refused: set[int] = dataclasses.field(default_factory=set)
     # On each rank, what the rule for spikes has judged.
     found: Sequence[dict[str, float | None] | None] = ()
-    is_idle = is_declined = is_left_out = is_at_min = by_closure = has_begun = False
+    is_zero = is_idle = is_declined = is_left_out = is_at_min = by_closure = has_begun = False
 
     @property
     def is_over(self) -> bool:
@@ -171,6 +187,8 @@ class Model:
         self.history: collections.deque[StepReport] = collections.deque(maxlen=settings["history_size"])
         # Whether there was an array, of whose library the state is.
         self.has_array = False
+        # Whether it was said that nothing was scaled, and that a rule has nothing to judge.
+        self.knows_unscaled = self.knows_nothing = False
         self.restart()
 
     def restart(self):
@@ -214,13 +232,36 @@ class Model:
     def may_unscale(self, k: int) -> bool:
         """Tell whether gradients may be unscaled: after a load zeros alone, or those of a loss that was scaled."""
         turn, held = self.turns[k], [value for value in self.gradients[k] if value is not None]
-        turn.is_idle = False
+        turn.is_idle = turn.is_zero = False
         if self.used is not None or not self.is_fresh or turn.refused:
             return True
         if self.never_scales or (self.scale == 1.0 and (self.has_group or not self.is_new)):
             return True
-        turn.is_idle = bool(held) and not any(held) and not self.is_new
-        return (not any(held) and not self.is_new) or not self.is_unused
+        turn.is_zero = not any(held) and not self.is_new
+        turn.is_idle = turn.is_zero and bool(held)
+        return turn.is_zero or not self.is_unused
+
+    def has_nothing(self, k: int, has_norm: bool) -> bool:
+        """Tell whether a process alone gives its rule nothing to judge, which is said once."""
+        turn, rule = self.turns[k], self.settings["skip"]
+        known = ["norm"] * has_norm + ["loss"] * bool(self.losses.each)
+        is_seen = self.rank in turn.refused or turn.has_begun or self.losses.is_used or self.knows_nothing
+        found = not self.has_group and rule is not None and not is_seen and not {*rule.of} & {*known}
+        self.knows_nothing = self.knows_nothing or found
+        return found
+
+    def warnings(self, k: int, has_norm: bool) -> list[str]:
+        """Return what a process alone is warned of before gradients are divided."""
+        is_one = isinstance(self.policy, StaticScale) and (self.used or self.state).scale == 1.0
+        is_unscaled = not (self.has_group or self.used or self.turns[k].is_zero or is_one or self.knows_unscaled)
+        self.knows_unscaled = self.knows_unscaled or is_unscaled
+        said = [f"scale() was not called in iteration {self.iteration}, and the gradients of"] * is_unscaled
+        return said + ["found nothing in this step"] * self.has_nothing(k, has_norm)
+
+    def quotients(self, k: int) -> list[float | None]:
+        """Return gradients as they are after they were divided."""
+        scale = float((self.used or self.state).scale)
+        return [None if value is None else rounded(value / scale) for value in self.gradients[k]]
 
     def divide(self, k: int, state=None):
         """Unscale in float32: gradients that are unscaled again in a later iteration drift away."""
@@ -236,6 +277,7 @@ class Model:
         turn.stage = "unscaled"
         spikes: list[int] = []
         if self.settings["skip"] is not None:
+            self.has_nothing(k, norm is not None)
             if not turn.has_begun:
                 means = [*map(mean, zip(*self.losses.each, strict=True))] or [None] * self.size
                 turn.found = [None if rank in turn.refused else {"loss": means[rank], "norm": norm} for rank in ranks]
@@ -303,8 +345,11 @@ class Model:
             turn.has_begun = True
         return "steps"
 
-    def update(self, new_scale: float | None = None) -> tuple[UpdateReport, type[Exception] | None, Sequence[str]]:
-        """End an iteration in which optimizers have been judged; return its report, and what it raises or warns of."""
+    def update(self, new_scale: float | None = None, failure: BaseException | None = None):
+        """End an iteration in which optimizers have been judged; return its report, and what it raises or warns of.
+
+        ``failure`` is what a callback raises.
+        """
         judged = {k: turn for k, turn in self.turns.items() if turn.stage != "ready" and turn.reason != "no gradients"}
         before = [*self.reports, *judged.values(), self][0].scale
         told = [*self.reports]
@@ -338,7 +383,9 @@ class Model:
         is_at_min = new_scale is None and any(turn.is_at_min for turn in overflows)
         self.iteration += 1
         self.begin()
-        return report, *((gradscale.ScaleUnderflowError, ["at its minimum"]) if is_at_min else self.stall())
+        if is_at_min and not isinstance(failure, KeyboardInterrupt):
+            return report, gradscale.ScaleUnderflowError, ["at its minimum, "]
+        return report, *(self.stall() if failure is None else (type(failure), [str(failure)]))
 
     def stall(self) -> tuple[type[Exception] | None, Sequence[str]]:
         """Return the error or the warning after steps that were all skipped, for some iterations in a row."""
@@ -383,16 +430,21 @@ class Model:
             "steps": self.all_steps(),
         }
 
-    def load(self, other: Model, is_kept: bool):
-        """Go on with what another one was; gradients that nobody has unscaled yet may be kept."""
-        self.policy, self.state = other.policy, other.state
-        self.iteration, self.counts = other.iteration, {**other.counts}
-        used, losses, self.steps = self.used, self.losses, other.all_steps()
+    def load(self, saved: Mapping[str, Any], spikes: Sequence[Any], is_kept: bool):
+        """Go on with a state dict, and the windows of each rank; gradients that nobody has unscaled may be kept."""
+        described = {**saved.get("policy", {"kind": type(self.policy).__name__, **dataclasses.asdict(self.policy)})}
+        self.policy = KINDS[described.pop("kind")](**described)
+        if not isinstance(self.policy, StaticScale):
+            self.policy = dataclasses.replace(self.policy, **{name: saved[name] for name in FACTORS})
+        trackers = [np.asarray(saved.get(f"_{name}", 0), np.int32) for name in self.state._fields[1:]]
+        self.state = type(self.state)(np.asarray(self.policy.clamp(saved["scale"]), np.float32), *trackers)
+        self.iteration, self.counts = saved.get("iteration", 1), dict.fromkeys(self.counts, 0) | saved.get("counts", {})
+        used, losses, self.steps = self.used, self.losses, saved.get("steps", 0)
         self.is_unused = self.is_unused or self.is_begun
         self.is_new, self.is_fresh = False, True
         self.restart()
-        for memory, one in zip(self.memories, other.memories, strict=True):
-            memory.load(one.saved) if memory.rule is not None else None
+        for memory, one in zip(self.memories, spikes, strict=True):
+            memory.load(one) if memory.rule is not None else None
         self.begin()
         if is_kept and used is not None and self.has_array:
             self.used, self.losses = used, losses
@@ -453,12 +505,26 @@ class Optimizer(SGD):
 
     evaluations = 1
     answer: Any = None
+    fails = False
 
     def step(self, closure=None):
-        """Step, or answer."""
+        """Step, answer or fail."""
         for _ in range(0 if closure is None else self.evaluations):
             closure()
+        if self.fails:
+            raise MemoryError
         return super().step() if self.answer is None else self.answer
+
+
+class Counting(Backend):
+    """The pure core, counting the host reads of all scalers."""
+
+    reads = 0
+
+    def read(self, x, /) -> list[int]:
+        """Count a read."""
+        Counting.reads += 1
+        return super().read(x)
 
 
 class TorchOptimizer(Optimizer):
@@ -499,7 +565,8 @@ def live(group, calls: int, seed: int, library: str = "numpy"):
                 life.call(compares=call % 10 == 0)
         if life.model.is_begun and not any(turn.refused for turn in life.model.turns.values()):
             life.update()
-        ended.append({name: one for name, one in life.scaler.state_dict().items() if name != "spikes"})
+        # The windows and the norms of ranks are their own; but a norm over a group is that of all, to the bit.
+        ended.append([life.norms, {name: one for name, one in life.scaler.state_dict().items() if name != "spikes"}])
     return {"states": ended, "counts": {name: n for name, n in counts.items() if "raises" not in name or group is None}}
 
 
@@ -508,11 +575,21 @@ class _Life:
         self.group, self.chance, self.library, self.counts = group, chance, library, counts
         self.rank, self.size = (0, 1) if group is None else rank_and_size(group)
         self.xp = importlib.import_module({"strict": "array_api_strict"}.get(library, library))
+        # What the callbacks of rank 0 and those of every rank were told, and what they raise.
         self.told: list[Any] = []
+        self.told_everywhere: list[Any] = []
+        self.failure: BaseException | None = None
+        self.norms: list[bytes] = []
+        # The warnings of the next call.
+        self.expected: list[str] = []
         self.is_bad = False
         # Torch's clips by one factor with the reciprocal: what overflows or loses bits on the way there may be right.
         self.exponents = (-60, 100) if library == "torch" else (-126, 127)
-        self.is_guard = policy == StaticScale(1.0) and chance.random() < 0.5
+        # Such a scaler speaks of no scale.
+        self.keeps_one = policy == StaticScale(1.0) and chance.random() < 0.7
+        self.is_guard = self.keeps_one and chance.random() < 0.7
+        self.over: Any = chance.choice([group, [group], [group, Alone()]])
+        self.is_grid = group is not None and isinstance(self.over, list) and len(self.over) > 1
         self.settings = self.draw_settings()
         self.scaler = self.make(policy)
         kind = TorchOptimizer if library == "torch" else Optimizer
@@ -536,13 +613,57 @@ class _Life:
         }
 
     def make(self, policy):
-        settings = self.settings | {"on_skip": self.told.append, "on_update": [self.told.append]}
-        over = {} if self.group is None else {"group": self.group, "timeout": 60.0}
+        settings = self.settings | {"on_skip": self.callbacks(), "on_update": self.callbacks()}
+        settings |= {"backend": Counting()} if self.library == "strict" else {}
+        over = {} if self.group is None else {"group": self.over, "timeout": 60.0}
         home = importlib.import_module("gradscale_torch" if self.library == "torch" else "gradscale")
         if self.is_guard:
             return home.StepGuard(**over, **settings)
         device = () if home is gradscale else ("cpu",)
         return (home.ShardedGradScaler if over else home.GradScaler)(*device, policy=policy, **over, **settings)
+
+    def callbacks(self) -> list[Any]:
+        every_rank = gradscale.callbacks.every_rank
+        return [self.told.append, every_rank(self.told_everywhere.append), every_rank(self.fail)]
+
+    def fail(self, _):
+        if self.failure is not None:
+            raise self.failure
+
+    def draw_failure(self) -> BaseException | None:
+        """Draw what callbacks raise in the next call, and forget what they were told."""
+        self.told.clear()
+        self.told_everywhere.clear()
+        self.failure = self.chance.choice([*[None] * 30, OSError("no space left"), KeyboardInterrupt()])
+        return self.failure
+
+    @contextlib.contextmanager
+    def hearing(self):
+        """Assert that a process alone is warned as expected; threads cannot listen to warnings."""
+        with warnings.catch_warnings(record=True) if self.group is None else contextlib.nullcontext() as caught:
+            if self.group is None:
+                warnings.simplefilter("always")
+            yield
+        heard = [(str(one.message), one.filename) for one in caught or ()]
+        for said, (text, file) in zip(self.expected, heard, strict=True):
+            assert (said in text, file) == (True, __file__), (said, text, file, *self.story)
+        self.expected = []
+
+    @contextlib.contextmanager
+    def reading(self, most: int):
+        """Assert how often at most a call reads from a device, which NumPy and torch on a CPU have no need of."""
+        before = Counting.reads
+        yield
+        if self.library == "strict" and self.group is None and self.model.used is not None:
+            assert Counting.reads - before <= most, self.story
+
+    def require_told(self, reports: list[Any]):
+        self.require((self.told, self.told_everywhere), (reports * (self.rank == 0), reports))
+        self.failure = None
+
+    def speaks(self, text: str):
+        """Assert that a scaler that never scales does not speak of a scale."""
+        assert not (self.keeps_one and OF_A_SCALE.search(text)), (text, *self.story)
 
     def array(self, value: Any):
         return self.xp.asarray([value], dtype=self.xp.float32)
@@ -556,9 +677,16 @@ class _Life:
         self.counts[name] += 1
         getattr(self, name)()
         if compares:
-            self.require(self.scaler.state_dict(), self.model.saved())
-            self.require(self.scaler.history, list(self.model.history))
+            found, expected = self.scaler.state_dict(), self.model.saved()
+            self.require([*found.items()], [*expected.items()])
+            plain = (float, int, bool, str, dict, tuple, list, type(None))
+            assert all(type(one) in plain for one in [*found.values(), *found["policy"].values()]), found
             # What is returned is a copy.
+            for window in [window for one in found.get("spikes", ()) for window in one.values()]:
+                window["values"].clear()
+            getters = [getattr(self.scaler, f"get_{name}")() for name in ("scale", *FACTORS)]
+            self.require([(one, type(one)) for one in getters], [(one, type(one)) for one in [*found.values()][:4]])
+            self.require(self.scaler.history, list(self.model.history))
             self.scaler.history.clear()
         for k, optimizer in enumerate(self.optimizers):
             expected, (found,) = self.model.gradients[k][self.rank], optimizer.grads
@@ -571,7 +699,7 @@ class _Life:
     def require(self, found, expected):
         assert found == expected, (found, expected, f"rank {self.rank} of {self.size}", *self.story)
 
-    def raises(self, call: Callable[[], Any], *said: str, kind: type[Exception] = gradscale.CallOrderError):
+    def raises(self, call: Callable[[], Any], *said: str, kind: type[BaseException] = gradscale.CallOrderError):
         """Assert that a call is an error that says these texts, one of order if nothing else is said."""
         self.counts[f"{self.story[-1]} raises"] += 1
         told = None
@@ -581,6 +709,7 @@ class _Life:
             told = str(error)
         assert told is not None, (said, *self.story)
         assert [text for text in said if text not in told] == [], (told, *self.story)
+        self.speaks(told)
 
     def turn(self) -> tuple[int, Turn, Optimizer]:
         """Draw an optimizer, more often one that can still be stepped."""
@@ -617,24 +746,33 @@ class _Life:
     def scale_loss(self):
         losses = self.draw_losses()
         mine, five = losses[self.rank], self.number(5.0)
+        others = [self.array([mine, mine])] if self.library == "torch" else [self.xp.asarray(9), None]
         # Outputs, what is given as the loss, and whether it is one: a number, or an array of one element.
         outputs, loss, is_loss = self.chance.choice(
             [
                 *[(self.number(mine), None, True)] * 5,
                 (self.array([mine]), None, True),
                 (self.xp.asarray([mine, mine], dtype=self.xp.float32), None, False),
+                (self.xp.asarray(9.0, dtype=self.xp.complex64), None, False),
+                ([self.number(mine), *others], None, True),
                 (five, mine, True),
+                (five, 10**400 if mine == math.inf else mine, True),
                 (five, self.xp.asarray([[mine]], dtype=self.xp.float64), True),
                 (five, False, False),
             ]
         )
-        found = self.scaler.scale(outputs, loss=loss)
+        with self.reading(0):
+            found = self.scaler.scale(outputs, loss=loss)
+        assert (found is outputs) or not self.keeps_one or isinstance(outputs, list), (outputs, *self.story)
         factor = self.model.scale
         if outputs is five:
             self.require(float(found), rounded(5.0 * factor))
         self.model.scaled(losses if is_loss else None)
+        if loss is False and not self.model.losses.each:
+            # Nothing is judged on purpose.
+            self.model.losses = Losses(is_used=True)
 
-    def begin(self, k: int, call: Callable[[Any], Any]) -> bool:
+    def begin(self, k: int, call: Callable[..., Any], **clip) -> bool:
         """Let the model divide gradients; False, after asserting the error, if no rank has scaled their loss."""
         since = "" if self.model.is_new else " since a state was loaded or a scale set"
         may, where = self.model.may_unscale(k), "" if self.group is None else " on any rank"
@@ -644,6 +782,12 @@ class _Life:
         if not may and self.group is None:
             self.raises(lambda: call(self.optimizers[k]), *said)
             return False
+        said = self.model.warnings(k, bool(clip)) if may else []
+        if said:
+            # As an error it comes before anything is touched.
+            self.raises(lambda: call(self.optimizers[k], **clip), said[0], kind=UserWarning)
+        # What was not scaled is said until it is no error.
+        self.expected = said if said and "scale()" in said[0] else []
         self.model.divide(k)
         if may:
             return True
@@ -663,21 +807,29 @@ class _Life:
             said = "unscale_() is being called after step()" if turn.stage == "stepped" else "has already been called"
             self.raises(lambda: self.scaler.unscale_(optimizer), "" if turn.is_left_out else said, ORDER)
             return
-        before = [*self.model.gradients[k]]
-        if not self.begin(k, self.scaler.unscale_):
-            return
-        values = self.model.gradients[k]
+        values = self.model.quotients(k)
         held = [value for value in values if value is not None]
         # Where only the quotient overflows, torch's clips it right, and NumPy's skips the step.
-        has_overflowed = any(math.isinf(x) and math.isfinite(y) for x, y in zip(values, before, strict=True) if x and y)
+        has_overflowed = any(
+            math.isinf(x) and math.isfinite(y) for x, y in zip(values, self.model.gradients[k], strict=True) if x and y
+        )
         clip: dict[str, Any] = {}
         if how == "rank" and len({None if value is None else abs(value) for value in values}) > 1:
             # The ranks do not hold the same gradients.
             how = "group"
+        # Of several groups it is not known which hold parts.
+        how = "plain" if how == "group" and self.is_grid else how
         # Squares of gradients that have drifted away might overflow.
         if how != "plain" and not has_overflowed and not any(400.0 < abs(value) < math.inf for value in held):
-            clip = {"max_norm": MAX_NORM} | ({} if self.group is None else {"norm_over": how})
-        returned = self.scaler.unscale_(optimizer, **clip)
+            largest = self.chance.choice(MAX_NORMS)
+            # A process alone is all of its group.
+            is_said = self.group is not None or (self.library != "torch" and self.chance.random() < 0.5)
+            clip = {"max_norm": largest} | ({"norm_over": how} if is_said else {})
+        if not self.begin(k, self.scaler.unscale_, **clip):
+            return
+        values = self.model.gradients[k]
+        with self.hearing(), self.reading(0):
+            returned = self.scaler.unscale_(optimizer, **clip)
         self.model.judge(k, float(returned) if clip else None)
         if clip and any(turn.bad):
             # What becomes of gradients that nobody steps with is not said.
@@ -685,7 +837,8 @@ class _Life:
         elif clip:
             norm = math.sqrt(sum(value**2 for value in held)) if how == "group" else abs([*held, 0.0][0])
             assert math.isclose(float(returned), norm, rel_tol=2e-6, abs_tol=1e-18), (returned, norm, self.story)
-            factor = min(MAX_NORM / (norm + 1e-6), 1.0)
+            self.norms.append(np.float32(returned).tobytes())
+            factor = min(largest / (norm + 1e-6), 1.0)
             self.model.gradients[k] = [None if value is None else value * factor for value in values]
 
     def refuse(self):
@@ -721,30 +874,40 @@ class _Life:
                 return
             self.model.judge(k)
         if turn.reason == "no gradients":
-            self.raises(lambda: self.scaler.step(optimizer), "none of whose parameters has a gradient")
+            ranks = "" if self.group is None else " on any rank"
+            said = f"none of whose parameters has a gradient{ranks}: they were zeroed"
+            with self.hearing():
+                self.raises(lambda: self.scaler.step(optimizer), said)
             turn.stage = "ready"
             self.require(self.scaler.last_step(optimizer), self.model.report(turn)._replace(nonfinite=0))
             return
         self.made(k, answer, lambda: self.scaler.step(optimizer))
 
     def draw_answer(self) -> Any:
-        """Return what an optimizer says that makes no step of its own accord; mostly None."""
+        """Return what an optimizer says that makes no step of its own accord; mostly None. Callbacks may fail, too."""
+        self.draw_failure()
         return self.chance.choice([*[None] * 40, gradscale.NOT_STEPPED, (False, None)])
 
-    def made(self, k: int, answer: Any, call: Callable[[], Any], retries: int = 0):
-        """Assert that a step is as the model says."""
+    def made(self, k: int, answer: Any, call: Callable[[], Any], retries: int = 0, reads: int = 1):
+        """Assert that a step is as the model says; it reads once for each evaluation of a closure."""
         optimizer, is_called = self.optimizers[k], self.model.turns[k].reason == "stepped"
-        optimizer.answer, before = answer, optimizer.steps
-        self.told.clear()
-        found = call(), optimizer.steps
-        self.require(found, (answer or "moved" if is_called else None, before + (is_called and answer is None)))
+        optimizer.answer, before, failure = answer, optimizer.steps, self.failure
         report = self.model.stepped(k, answer is not None, retries)
         self.counts[report.reason] += 1
+        with self.hearing(), self.reading(reads):
+            if report.skipped and failure is not None:
+                self.raises(call, str(failure), kind=type(failure))
+            else:
+                self.require(call(), answer or "moved" if is_called else None)
+        self.require(optimizer.steps, before + (is_called and answer is None))
         self.require(self.scaler.last_step(optimizer), report)
-        self.require(self.told, [report] if report.skipped and self.rank == 0 else [])
+        self.require_told([report] if report.skipped else [])
+        wrapper = types.SimpleNamespace(optimizer=optimizer)
+        self.raises(lambda: self.scaler.last_step(wrapper), "got one of type SimpleNamespace, ", "attribute .optimizer")
         # The model is never broken, whatever its gradients are.
         weights = self.array(1.0)
         diagnosis = self.scaler.diagnose(optimizer, params=weights, state={"past": weights})
+        self.speaks(str(diagnosis))
         self.require((diagnosis.broken, diagnosis.cause in ("weights", "optimizer state")), ((), False))
 
     def minimise(self):
@@ -782,14 +945,18 @@ class _Life:
             return "evaluated"
 
         def call():
-            return self.scaler.step(optimizer, closure)
+            # Warnings are not of one thread.
+            with warnings.catch_warnings() if self.group is None else contextlib.nullcontext():
+                warnings.filterwarnings("ignore", "skip= judges") if self.group is None else None
+                return self.scaler.step(optimizer, closure)
 
         ends = self.model.evaluated(k, plan)
-        if ends == "fails":
+        optimizer.fails = ends == "steps" and self.chance.random() < 0.1
+        if ends == "fails" or optimizer.fails:
             self.raises(call, kind=MemoryError)
             self.require(seen, plan.expected)
             seen.clear()
-            plan = again
+            plan, optimizer.fails = again, False
             ends = self.model.evaluated(k, plan)
         self.counts[f"closure {ends}"] += 1
         if ends == "has begun":
@@ -797,7 +964,7 @@ class _Life:
         elif ends == "refused later":
             self.raises(call, "refuse() was called", "of a closure", "restore its parameters from a copy", ORDER)
         else:
-            self.made(k, answer, call, plan.retries)
+            self.made(k, answer, call, plan.retries, len(plan.expected))
         self.require(seen, plan.expected)
 
     def update(self):
@@ -815,28 +982,51 @@ class _Life:
         self.end(None, self.scaler.update)
 
     def set_scale(self):
-        wanted = self.model.policy.clamp(1.0 if self.is_guard else 2.0 ** self.chance.randint(*self.exponents))
-        given = self.array(wanted) if self.chance.random() < 0.5 else wanted
+        policy = self.model.policy
+        wanted = policy.clamp(1.0 if self.keeps_one else 2.0 ** self.chance.randint(*self.exponents))
+        for outside in (policy.clamp(2.0**-126) / 2.0, policy.clamp(2.0**127) * 2.0):
+            if 2.0**-126 <= outside < 2.0**127:
+                said = "within the policy's bounds"
+                self.raises(lambda x=outside: self.scaler.update(x), said, kind=gradscale.InvalidValueError)
+        forms: list[Callable[[Any], Any]] = [float, np.float32, np.asarray, self.number, self.array]
+        if wanted.is_integer() and wanted < 2.0**31:
+            forms += [int, np.int64, lambda x: self.xp.asarray([[int(x)]], dtype=self.xp.int32)]
+        given = self.chance.choice(forms)(wanted)
         self.end(wanted, lambda: self.scaler.update(given))
 
     def end(self, wanted: float | None, call: Callable[[], Any]):
         """Assert that an update tells, warns and raises as the model says."""
-        self.told.clear()
-        report, kind, said = self.model.update(wanted)
+        report, kind, said = self.model.update(wanted, self.draw_failure())
         self.counts["update" if kind is None else kind.__name__] += 1
         if kind is gradscale.TrainingStalledWarning:
             with pytest.warns(kind) as warned:
                 call()
             self.require([text in str(warned[0].message) for text in said], [True] * len(said))
+            self.speaks(str(warned[0].message))
         elif kind is not None:
             self.raises(call, *said, kind=kind)
         else:
             call()
-        self.require(self.told, [report] if self.rank == 0 else [])
+        self.require_told([report])
+
+    def err(self):
+        """Make all calls that are refused at any time."""
+        rows = [*OF_SCALERS, *OF_RULES * (self.settings["skip"] is not None), *OF_ONES * (self.group is None)]
+        # Torch's knows by itself over what its norms are.
+        if self.library != "torch":
+            rows += [*OF_NORMS, *OF_GROUPS * (self.group is not None), *OF_GRIDS * self.is_grid]
+        before = self.scaler.state_dict()
+        for kind, said, refused, values in rows:
+            for value in values:
+                with pytest.raises(kind, match=said) as caught:
+                    refused(self.scaler, self.optimizers[0], self.xp, value)
+                self.speaks("" if kind is gradscale.StateDictError else str(caught.value))
+        self.require(self.scaler.state_dict(), before)
 
     def keep(self):
         """Save what the scaler is now, to be loaded some time."""
-        self.kept = json.loads(json.dumps(self.scaler.state_dict())), copy.deepcopy(self.model)
+        windows = [copy.deepcopy(memory.saved) for memory in self.model.memories]
+        self.kept = json.loads(json.dumps(self.scaler.state_dict())), windows
 
     def resume(self):
         """Go on with a copy, or with a state dict that is loaded, of now or from before."""
@@ -857,22 +1047,46 @@ class _Life:
                 return
             made = copies[how](self.scaler)
             self.require((repr(made), made.on_skip, made.on_update, made.history), (repr(self.scaler), None, None, []))
-            made.on_skip, made.on_update, self.scaler = [self.told.append], self.told.append, made
+            # What becomes of the original is not the copy's.
+            self.scaler.load_state_dict(FOREIGN)
+            made.on_skip, made.on_update, self.scaler = self.callbacks(), self.callbacks(), made
             self.model.copied()
             if how == "pickle" and self.group is not None:
                 self.raises(lambda: copy.copy(made).step(self.optimizers[0]), "set_group")
-                self.scaler.set_group(self.group)
+                self.scaler.set_group(self.over)
                 self.model.steps = 0
             return
-        saved, model = self.kept
+        saved, windows = {**self.kept[0]}, self.kept[1]
+        if self.is_guard and self.chance.random() < 0.3:
+            saved |= FOREIGN
+        for name in self.chance.sample(OPTIONAL, self.chance.choice([0, 0, 0, 1, 4, len(OPTIONAL)])):
+            saved.pop(name, None)
+            # Older states have neither.
+            saved.pop("steps", None) if name == "counts" else None
+        if saved["growth_factor"] > 1.0 and self.chance.random() < 0.2:
+            saved["growth_interval"] = 4
+        if self.chance.random() < 0.2 and not self.keeps_one:
+            saved["scale"] = 2.0 ** self.chance.randint(*self.exponents)
+        if self.chance.random() < 0.2 and not self.is_guard:
+            # A run that was already as long grows at its next clean step.
+            saved |= {"_growth_tracker": 4000, "_overflow_tracker": 7, "_rescale_tracker": 9}
+        form = self.chance.choice([lambda x: x, np.asarray, lambda x: np.asarray(x)[()]])
+        given = {name: form(one) if type(one) in (int, float) else one for name, one in saved.items()}
         is_kept = how == "same" and not self.model.is_begun
         if how == "fresh":
             self.settings = self.draw_settings()
-            self.scaler = self.make(StaticScale(1.0) if self.is_guard else StaticScale(3.0))
+            own = StaticScale(1.0 if self.keeps_one else 3.0)
+            self.scaler = self.make(own)
             self.model.configure(self.settings)
-            self.model.is_unused = True
-        self.scaler.load_state_dict(saved)
-        self.model.load(model, is_kept)
+            self.model.is_unused, self.model.policy = True, own
+        elif "policy" not in saved and isinstance(self.model.policy, DynamicScale) and saved["growth_factor"] == 1.0:
+            # The factors of a static scale are none of a dynamic one.
+            self.raises(lambda: self.scaler.load_state_dict(given), "growth_factor", kind=gradscale.StateDictError)
+            return
+        self.scaler.load_state_dict(given | {"unknown": object(), "scheduler": None})
+        if self.is_guard:
+            saved |= {"scale": 1.0, "_growth_tracker": 0, "policy": {"kind": "StaticScale", "init_scale": 1.0}}
+        self.model.load(saved, windows if "spikes" in saved else [[]] * self.size, is_kept)
 
     def change_setting(self):
         name = self.chance.choice(["growth_interval", "growth_factor", "backoff_factor"])

@@ -147,93 +147,12 @@ def empty_on(group, empty_rank: int, bad_rank: int | None, kind: str, library: s
     assert (scaler.get_scale(), optimizer.steps) == ((2.0**15, 2) if has_overflown else (2.0**16, 3))
 
 
-def empty_everywhere(group):
-    """Step where no rank has a gradient."""
-    _, scaler, optimizer = begun(group, backend="numpy")
-    scaler.scale(np.float32(1.0))
-    optimizer.grads = [None, None]
-    said = "none of whose parameters has a gradient on any rank"
-    raised(gradscale.CallOrderError, lambda: scaler.step(optimizer), said)
-
-
-def closure_overflow(group, bad_rank: int):
-    """Overflow inside a closure on one rank until the scale has fallen twice."""
-    rank, scaler, optimizer = begun(group)
-    evaluations = []
-
-    def closure() -> float:
-        scaled = scaler.scale(np.float32(1.0))
-        evaluations.append(float(scaled))
-        overflows = rank == bad_rank and scaled > 16384.0
-        optimizer.grads = [np.full(3, np.inf if overflows else scaled, dtype=np.float32)]
-        return 1.0
-
-    returned = scaler.step(optimizer, closure)
-    assert (returned, optimizer.grads[0].tolist(), optimizer.steps) == (1.0, [1.0] * 3, 1)
-    scaler.update()
-    assert evaluations == [65536.0, 32768.0, 16384.0]
-    assert tuple(scaler.last_step(optimizer)) == (False, 16384.0, 0, "stepped", 1, 2, 0, None, None)
-    assert scaler.get_scale() == 16384.0
-
-
-def underflow(group, bad_rank: int):
-    """Overflow at the minimum scale on one rank: every rank raises, and can go on."""
-    policy = gradscale.DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
-    rank, scaler, optimizer = begun(group, policy=policy)
-    bad = gradients("numpy", np.nan if rank == bad_rank else 1.0)
-    iterate(scaler, optimizer, bad)
-    error = raised(gradscale.ScaleUnderflowError, lambda: iterate(scaler, optimizer, bad), "minimum, 1.0")
-    iterate(scaler, optimizer, gradients("numpy"))
-    assert (scaler.get_scale(), optimizer.steps) == (1.0, 1)
-    return str(error), scaler.state_dict()
-
-
 def collectives_conform(group, library: str, repetitions: int):
     """Run the conformance suite on the group."""
     check_collectives(registry.collectives_for(group, 20.0), gradients(library)[0], repetitions=repetitions)
 
 
-# What the ranks hold: the last of three has no gradient at all.
-PARTS = ([3.0, -4.0, 0.5], [12.0], [])
-
-
-def clip_parts(group, bad_rank: int, value: float):
-    """Make three iterations, the second with a bad value on one rank, clipped to the norm of all ranks' parts."""
-    rank, scaler, optimizer = begun(group, init_scale=8.0, backend="numpy")
-    expected = math.hypot(*(x for part in PARTS[: rank_and_size(group)[1]] for x in part))
-    norms = []
-    for iteration in range(3):
-        scaler.scale(np.float32(1.0))
-        mine = np.array(PARTS[rank], np.float32) * np.float32(scaler.get_scale())
-        is_bad = (rank, iteration) == (bad_rank, 1)
-        optimizer.grads = [np.append(mine, np.float32(value))] if is_bad else [mine] if mine.size else []
-        norm = scaler.unscale_(optimizer, max_norm=2.0, norm_over="group")
-        norms.append(np.asarray(norm).tobytes())
-        if iteration != 1:
-            assert math.isclose(float(norm), expected, rel_tol=1e-6)
-            got = [float(x) for array in optimizer.grads for x in array]
-            np.testing.assert_allclose(got, np.array(PARTS[rank]) * (2.0 / expected), rtol=1e-6)
-        scaler.step(optimizer)
-        assert scaler.last_step(optimizer).skipped == (iteration == 1)
-        scaler.update()
-    # Of all ranks, to the bit.
-    return norms, scaler.get_scale()
-
-
 # Callbacks.
-
-
-class EveryRank:
-    """Collects reports on every rank."""
-
-    every_rank = True
-
-    def __init__(self):
-        self.seen: list[Any] = []
-
-    def __call__(self, report):
-        """Keep a report."""
-        self.seen.append(report)
 
 
 class Alone:
@@ -260,27 +179,6 @@ class Counting:
         return self._group.start_max(x)
 
 
-def callbacks_on(group, bad_rank: int, grouped: str):
-    """Make a clean iteration and one with an overflow on one rank; callbacks are told on rank 0, or on every rank."""
-    skips: list[Any] = []
-    updates: list[Any] = []
-    every_skip, every_update = EveryRank(), EveryRank()
-    groups = {"one": group, "list": [group], "grid": [group, Alone()]}
-    scaler = gradscale.ShardedGradScaler(
-        group=groups[grouped], on_skip=[skips.append, every_skip], on_update=[updates.append, every_update]
-    )
-    rank, _ = rank_and_size(group)
-    optimizer = SGD(None)
-    for value in (1.0, math.inf):
-        iterate(scaler, optimizer, gradients("numpy", value if rank == bad_rank else 1.0))
-    assert [report.iteration for report in skips] == ([2] if rank == 0 else [])
-    assert [(report.iteration, report.skipped) for report in updates] == [(1, False), (2, True)] * (rank == 0)
-    (skip,) = every_skip.seen
-    assert (skip.iteration, skip.nonfinite, skip.local_nonfinite) == (2, 3, 3 * (rank == bad_rank))
-    assert [(one.skipped, one.rank) for one in every_update.seen] == [(False, rank), (True, rank)]
-    return [(report.skipped, report.scale) for report in scaler.history]
-
-
 def callbacks_without_a_group(group, fused: bool):
     """Run replicated ranks (DDP) with torch's replacement, which decides alone: what is told is told once."""
     import torch
@@ -289,7 +187,8 @@ def callbacks_without_a_group(group, fused: bool):
 
     rank, _ = rank_and_size(group)
     updates: list[Any] = []
-    every = EveryRank()
+    seen: list[Any] = []
+    every = gradscale.callbacks.every_rank(seen.append)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
     scaler = gradscale_torch.GradScaler("cpu", on_update=[updates.append, every])
@@ -297,7 +196,7 @@ def callbacks_without_a_group(group, fused: bool):
         weight.grad = scaler.scale(torch.tensor(value)) * torch.ones(2)
         scaler.step(optimizer)
         scaler.update()
-    assert [(report.rank, report.skipped) for report in every.seen] == [(rank, False), (rank, True)]
+    assert [(report.rank, report.skipped) for report in seen] == [(rank, False), (rank, True)]
     assert len(updates) == 2 * (rank == 0)
 
 
