@@ -27,7 +27,7 @@ def test_the_loop_of_one_process_skips_a_spike():
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
         "loader": scenarios.made_loader(BATCHES),
-        "loss_of": scenarios.Spiking((SPIKE,)),
+        "loss_of": scenarios.Losses((SPIKE,), 1e6),
     }
     names = run_on(GUARD_PAGE, "spikes", **given)
     skipped = [(report.iteration, report.reason, report.by) for report in names["guard"].history if report.skipped]

@@ -20,8 +20,7 @@ TURNS: list[tuple[Any, ...]] = [
 ]
 ONCE: list[tuple[Any, ...]] = [
     *(("two_meshes", None, kind, 0, is_given) for kind in MESHES for is_given in (False, True)),
-    *(("clip_of_two_meshes", kind) for kind in MESHES if kind != "some"),
-    ("clip_dtensors_and_plain_tensors",),
+    *(("clip_of_two_meshes", kind) for kind in (*MESHES[:3], "plain")),
 ]
 
 

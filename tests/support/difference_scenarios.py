@@ -57,6 +57,17 @@ def leave_out(trainer: Trainer, is_odd: bool):
     trainer.scaler.update()
 
 
+def declined(trainer: Trainer, is_odd: bool):
+    """Let the odd rank's optimizer make no step of its own accord."""
+    optimizer = trainer.optimizers[0]
+    if is_odd:
+        optimizer.step = lambda: gradscale.NOT_STEPPED
+    returned = trainer.scaler.step(optimizer)
+    vars(optimizer).pop("step", None)
+    assert (returned is gradscale.NOT_STEPPED, trainer.scaler.last_step(optimizer).skipped) == (is_odd, is_odd)
+    trainer.scaler.update()
+
+
 def step_refused(trainer: Trainer, is_odd: bool):
     """Step what cannot be unscaled on the odd rank."""
     if is_odd:
@@ -138,6 +149,10 @@ DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, ...]]
         held("optimizer", 2, 0),
     ),
     "step left out": (leave_out, held("steps made in the iterations before", 2, 3)),
+    "step declined": (
+        declined,
+        (*held("steps made in the iterations before", 2, 3), "or its optimizer alone has refused one"),
+    ),
     "diagnosis alone": (diagnosed, calls("diagnosis", "step")),
     "diagnosis of another": (
         lambda trainer, is_odd: trainer.scaler.diagnose(trainer.optimizers[is_odd], gather=True),
@@ -326,14 +341,18 @@ def resumed(group, odd_rank: int, library: str):
 
 
 def pipelined(group, odd_rank: int, library: str):
-    """Scale on the odd rank alone, which has no gradients of the first optimizer, at first and after a load."""
+    """Scale on the odd rank alone, which has no gradients of the first optimizer, at first and after a load.
+
+    Nor do the others have losses that a rule for spikes could judge.
+    """
     rank, size = rank_and_size(group)
-    trainer = Trainer(group, library, init_scale=8.0)
+    trainer = Trainer(group, library, init_scale=8.0, skip=gradscale.SkipSpikes(of="loss", above=9.0))
     scaler, (first, second) = trainer.scaler, trainer.optimizers
-    for bad_rank in (None, (odd_rank + 1) % size, None):
-        trainer.fill(float("inf") if rank == bad_rank else scaler.get_scale())
+    for reason in ("stepped", "overflow", "spike", "stepped"):
+        overflows = reason == "overflow" and rank == (odd_rank + 1) % size
+        trainer.fill(float("inf") if overflows else scaler.get_scale())
         if rank == odd_rank:
-            scaler.scale(loss(library.split()[0]))
+            scaler.scale(loss(library.split()[0], 50.0 if reason == "spike" else 1.0))
             if library == "numpy":
                 first.grads = [None]
             else:
@@ -341,7 +360,6 @@ def pipelined(group, odd_rank: int, library: str):
         scaler.step(first)
         scaler.step(second)
         scaler.update()
-        reason = "stepped" if bad_rank is None else "overflow"
         assert [scaler.last_step(one).reason for one in trainer.optimizers] == [reason] * 2
         scaler.load_state_dict(scaler.state_dict())
     # A NaN does not hide that nobody has scaled, though a loop that has scaled before may multiply by itself.
@@ -349,7 +367,7 @@ def pipelined(group, odd_rank: int, library: str):
     other.scaler.load_state_dict(scaler.state_dict())
     other.fill(float("nan") if rank == odd_rank else 1.0)
     raised(gradscale.CallOrderError, lambda: other.scaler.step(other.optimizers[0]), "never been called on any rank")
-    return scaler.state_dict()
+    return scaler.get_scale(), scaler.counts()
 
 
 def loaded_alone(group, odd_rank: int):

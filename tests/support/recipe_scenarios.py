@@ -63,21 +63,23 @@ def overflowing(calls: Collection[int]) -> Callable[[Tensor], None]:
 
 
 class Losses:
-    """The losses of a model, some of which are infinite.
+    """The losses of a model, some of which are infinite or too large.
 
     Parameters
     ----------
     overflows : collection of int
         Which calls, counted from 1.
+    factor : float, default inf
+        What these are multiplied by.
     """
 
-    def __init__(self, overflows: Collection[int] = ()):
-        self.overflows = overflows
+    def __init__(self, overflows: Collection[int] = (), factor: float = torch.inf):
+        self.overflows, self.factor = overflows, factor
         self.calls = itertools.count(1)
 
     def __call__(self, model, batch: Tensor) -> Tensor:
         loss: Tensor = model(batch).float().square().mean()
-        return loss * torch.inf if next(self.calls) in self.overflows else loss
+        return loss * self.factor if next(self.calls) in self.overflows else loss
 
 
 def granted(overflows: Collection[int]):
@@ -99,16 +101,21 @@ def run_case(group, name: str, *args):
     return globals()[name](group, *args)
 
 
+def left(scaler) -> dict[str, Any]:
+    """Return which iterations a scaler has skipped, and its scale."""
+    return {
+        "skipped": [report.iteration for report in scaler.history if report.skipped],
+        "scale": scaler.get_scale(),
+    }
+
+
 def ddp(group, overflows: tuple[int, ...], bad_rank: int):
     """Train a replica on each rank, on batches of its own, of which one rank's overflow."""
     rank = dist.get_rank(group)
     model, loader = made_model(), [batch + rank for batch in made_loader()]
     names = run_block("ddp", model=model, loader=loader, loss_of=Losses(overflows if rank == bad_rank else ()))
-    scaler, optimizer = names["scaler"], names["optimizer"]
-    return {
-        "skipped": [report.iteration for report in scaler.history if report.skipped],
-        "scale": scaler.get_scale(),
-        "steps": {float(state["step"]) for state in optimizer.state.values()},
+    return left(names["scaler"]) | {
+        "steps": {float(state["step"]) for state in names["optimizer"].state.values()},
         "advanced": names["schedule"].last_epoch,
         "weights": [weight.tolist() for weight in model.parameters()],
     }
@@ -121,13 +128,10 @@ def actor(group, overflows: tuple[int, ...], bad_rank: int):
     model[0].register_forward_hook(lambda _module, _inputs, output: dtypes.add(str(output.dtype)))
     losses = Losses(overflows if dist.get_rank(group) == bad_rank else ())
     names = run_block("actor", actor=model, loss_of=losses)
-    optimizer, scaler = names["optimizer"], names["scaler"]
-    return {
-        "skipped": [report.iteration for report in scaler.history if report.skipped],
-        "scale": scaler.get_scale(),
+    return left(names["scaler"]) | {
         "dtypes": dtypes,
         "masters": {str(parameter.dtype) for parameter in model.parameters()},
-        "moments": {str(state["exp_avg"].dtype) for state in optimizer.state.values()},
+        "moments": {str(state["exp_avg"].dtype) for state in names["optimizer"].state.values()},
     }
 
 
@@ -221,12 +225,10 @@ def torchtitan(group, overflows: tuple[int, ...], bad_rank: int):
     given = sharded_by_torchtitan(group, torch.float16, groups, BATCHES)
     optimizers, losses = given["optimizers"], Losses(overflows if dist.get_rank(group) == bad_rank else ())
     names = run_block("torchtitan", **given, scaler=GradScaler("cpu"), loss_of=losses)
-    return {
-        "skipped": [report.iteration for report in names["scaler"].history if report.skipped],
+    return left(names["scaler"]) | {
         "steps": {float(state["step"]) for optimizer in optimizers for state in optimizer.state.values()},
         "fused": [bool(optimizer.defaults["fused"] or optimizer.param_groups[0]["fused"]) for optimizer in optimizers],
         "rates": list(names["lr_schedulers"].get_metrics().values()),
-        "scale": names["scaler"].get_scale(),
     }
 
 
@@ -243,9 +245,7 @@ def pipeline(group, overflows: tuple[int, ...], bad_part: int):
         "loss_fn": nn.functional.mse_loss,
     }
     names = run_block("pipeline", **given)
-    return {
-        "skipped": [report.iteration for report in names["scaler"].history if report.skipped],
+    return left(names["scaler"]) | {
         "local": [report.iteration for report in names["scaler"].history if report.local_nonfinite],
-        "scale": names["scaler"].get_scale(),
         "weights": {index: [weight.tolist() for weight in part.parameters()] for index, part in parts.items()},
     }

@@ -8,23 +8,14 @@ import torch
 import torch.distributed as dist
 from recipe_blocks import GUARD_PAGE, TORCH_PAGE, run_on
 from recipe_scenarios import Losses, made_loader, made_model, sharded_by_torchtitan
-from torch import Tensor
 
 import gradscale
 from gradscale_torch import StepGuard
 
-__all__ = ["Spiking", "made_loader", "made_model", "run_case"]
+__all__ = ["Losses", "made_loader", "made_model", "run_case"]
 
 BATCHES = 72  # more than half a window
 PAGES = {"guard_ddp": GUARD_PAGE, "guard_fsdp2": GUARD_PAGE, "torchtitan": TORCH_PAGE}
-
-
-class Spiking(Losses):
-    """The losses of a model, some of which are a million times too large."""
-
-    def __call__(self, model, batch: Tensor) -> Tensor:
-        loss: Tensor = model(batch).float().square().mean()
-        return loss * 1e6 if next(self.calls) in self.overflows else loss
 
 
 def run_case(group, name: str, spikes: tuple[int, ...], bad_rank: int):
@@ -34,7 +25,7 @@ def run_case(group, name: str, spikes: tuple[int, ...], bad_rank: int):
         groups = {".*": {"optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 0.01}}}
         given = sharded_by_torchtitan(group, torch.bfloat16, groups, 100)
         given["scaler"] = StepGuard(skip=gradscale.SkipSpikes())
-    given["loss_of"] = Spiking(spikes if dist.get_rank(group) == bad_rank else ())
+    given["loss_of"] = Losses(spikes if dist.get_rank(group) == bad_rank else (), 1e6)
     names = run_on(PAGES[name], name, **given, loader=made_loader(BATCHES))
     guard = names.get("guard") or names["scaler"]
     schedules, is_whole = names.get("lr_schedulers"), name == "guard_ddp"

@@ -30,14 +30,6 @@ def make_optimizer(parameters: Sequence[Tensor], **options):
     return optimizer
 
 
-def parameters_with(*values: float) -> list[torch.nn.Parameter]:
-    """Return parameters of ones, whose gradients hold these values."""
-    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in values]
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.grad = torch.full((3,), value)
-    return parameters
-
-
 def loss() -> Tensor:
     """Return a loss."""
     return torch.ones(())
@@ -121,16 +113,24 @@ def two_meshes(group, bad_rank: int | None, kind: str, which: int, is_given: boo
 
 
 def clip_of_two_meshes(group, kind: str):
-    """Clip by the norm of all shards over the same ranks; over others it is not defined, and nothing is modified."""
+    """Clip by the norm of all shards over the same ranks; with others it is not defined, and nothing is modified.
+
+    "plain" is a plain tensor beside the shards.
+    """
     rank, size = rank_and_size(group)
-    parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, kind)]
+    parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, "same" if kind == "plain" else kind)]
     scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
-    optimizer = make_optimizer(parameters)
+    if kind == "plain":
+        parameters[1] = torch.nn.Parameter(torch.ones(2))
+        parameters[1].grad = torch.full((2,), 4.0)
+    optimizer = make_optimizer(parameters, foreach=False)
     scaler.scale(loss())
     if kind != "same":
-        said = "spread over the same ranks", "clip_grad_norm_"
+        said = ("plain",) if kind == "plain" else ("spread over the same ranks", "clip_grad_norm_")
         raised(gradscale.InvalidValueError, lambda: scaler.unscale_(optimizer, max_norm=0.5), *said)
         assert (local(parameters[0].grad), scaler.get_scale()) == ([4.0] * 2, 4.0)
+        if kind == "plain":
+            assert parameters[1].grad.tolist() == [4.0] * 2
         scaler.step(optimizer)
         return
     norm = math.sqrt(2 * 2 * size)
@@ -139,14 +139,3 @@ def clip_of_two_meshes(group, kind: str):
     scaler.update()
     for one in parameters:
         assert math.isclose(local(one.grad)[0], 0.5 / norm, rel_tol=1e-4)
-
-
-def clip_dtensors_and_plain_tensors(group):
-    """Clip while unscaling what has no norm that is defined: DTensors beside plain tensors."""
-    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
-    (plain,) = parameters_with(4.0)
-    optimizer = make_optimizer([sharded(init_device_mesh("cpu", (group.size(),)), 4.0), plain], foreach=False)
-    scaler.scale(loss())
-    raised(gradscale.InvalidValueError, lambda: scaler.unscale_(optimizer, max_norm=0.5))
-    assert plain.grad is not None
-    assert plain.grad.tolist() == [4.0] * 3
