@@ -114,6 +114,8 @@ def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog
     log(update(3, 4.0))
     log(update(4, 4.0, 16.0))
     log(update(5, 2.0, 2.0))
+    # All ranks skip the step, which the loop has left out.
+    log(update(6, 2.0, skipped=True)._replace(steps=()))
     assert caplog.messages == [
         "iteration 2: step skipped at scale 8, 2 non-finite gradients (inf or NaN)",
         "iteration 2: scale backed off, 8 -> 4",
@@ -121,6 +123,8 @@ def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog
         "iteration 4: scale grew, 4 -> 16",
         "iteration 4: 0 of the last 2 steps skipped (0 %), scale 16",
         "iteration 5: scale was set, 16 -> 2",
+        "iteration 6: gradients to be skipped at scale 2",
+        "iteration 6: 1 of the last 2 steps skipped (50 %), scale 2",
     ]
 
 

@@ -955,6 +955,9 @@ class _Life:
         if ends == "fails" or optimizer.fails:
             self.raises(call, kind=MemoryError)
             self.require(seen, plan.expected)
+            if ends == "fails":
+                said = "a closure of this optimizer has failed"
+                self.raises(lambda: self.scaler.unscale_(optimizer), said, ORDER)
             seen.clear()
             plan, optimizer.fails = again, False
             ends = self.model.evaluated(k, plan)
