@@ -58,7 +58,9 @@ class Losses(NamedTuple):
         """Return their mean; None if there are none."""
         if self.number < 2:
             return self.total if self.number else None
-        return _rounded(self.total / self.number)
+        # On GPUs torch divides by a number by multiplying with its reciprocal, which is rounded.
+        number = _beside(self.number, self.total) if is_array_api_obj(self.total) else self.number
+        return _rounded(self.total / number)
 
 
 def is_loss(x: Array) -> bool:
@@ -172,8 +174,7 @@ class Guard:
 
     def numbers(self) -> SavedWindows:
         """Return the windows as plain values. Two host reads for each."""
-        made = [self._numbers_of(state) for state in self._windows]
-        return made + copy.deepcopy(self._saved[len(made) :])
+        return [*map(self._numbers_of, self._windows), *copy.deepcopy(self._saved[len(self._windows) :])]
 
     def _numbers_of(self, state: SpikeState) -> dict[str, _SavedWindow]:
         backend, xp = registry.backend_for(state.values), array_namespace(state.values)
