@@ -61,7 +61,7 @@ class Pending:
         numbers = live.backend.peek(state) if groups else alone
         if not isinstance(code, int):
             (code,) = live.backend.peek((code,)) or (code,)
-        if isinstance(code, int):
+        if isinstance(code, int) and code:
             self._note_code(code)
         if isinstance(count, int) and count:
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
