@@ -165,3 +165,13 @@ def test_a_state_that_was_saved_goes_on():
     other = GradScaler()
     other.load_state_dict(scaler.state_dict())
     assert other.scale(mx.array(2.0, mx.bfloat16)).item() == 16.0
+
+
+def test_an_error_of_mlx_itself_is_not_explained(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_):
+        msg = "out of memory"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(mx, "eval", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        gradscale_mlx.backend.read(mx.zeros(1, mx.int32))

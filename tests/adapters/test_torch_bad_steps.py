@@ -257,3 +257,20 @@ def test_a_guard_leaves_losses_and_gradients_as_they_are_with_and_without_scale(
         # Also where the state is on a device.
         run.scaler.load_state_dict(run.scaler.state_dict())
     assert run.scaler.counts() == {"taken": 3, "overflow": 2, "spike": 0, "refused": 0}
+
+
+def test_a_fused_optimizer_divides_nothing_again_after_a_look_at_unscaled_gradients():
+    run = Small(GradScaler("cpu", init_scale=4.0), "SGD-fused", start=1.0)
+    run.give(1.0)
+    run.scaler.unscale_(run.optimizer)
+    run.scaler._check_inf_per_device(run.optimizer)
+    run.step()
+    assert run.held == [[0.0] * 2]
+
+
+def test_the_first_step_at_a_scale_is_right_whatever_the_default_device_is():
+    run = Small(GradScaler("cpu", init_scale=12345.0), start=1.0)
+    run.give(1.0)
+    with torch.device("meta"):
+        run.scaler.step(run.optimizer)
+    assert run.held == [[pytest.approx(0.0, abs=1e-6)] * 2]

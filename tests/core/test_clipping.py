@@ -71,6 +71,7 @@ def test_a_norm_that_overflows_and_a_factor_that_loses_bits_are_overflows_of_fin
         optimizer = Tree([arrays.asarray([huge], "float64")])
         scaler = ready(arrays)
         assert arrays.item(scaler.unscale_(optimizer, max_norm=1.0)) == math.inf
+        arrays.assert_array(optimizer.grads[0], [huge / 8], "float64")
         scaler.step(optimizer)
         assert (optimizer.steps, scaler.last_step(optimizer).nonfinite) == (0, 1)
     optimizer = Tree([arrays.asarray([8e37])])

@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "loss": ({"loss": [math.nan, "nan"]}, "loss must hold arrays and numbers, got 'nan' of type str"),
     "count": ({"names": ["a"]}, r"one for each of the optimizer's 3 parameters, got 1;"),
     "text": ({"names": "abc"}, r"a mapping or strings in the parameters' order, got 'abc'"),
+    "set": ({"names": {"a", "b", "c"}}, r"a mapping or strings in the parameters' order, got \{"),
     "string and number": ({"names": ["a", 3, "c"]}, r"got 3 among them"),
     "number": ({"names": 3}, r"got 3; pass names=model\.named_parameters\(\)"),
     "others": ({"names": [("a", Parameter())]}, r"got 1 names, and none for .*\[0\]\['params'\]\[0\], .*\[1\];"),

@@ -229,3 +229,35 @@ def test_a_verdict_of_before_a_loaded_state_ends_no_later_iteration():
         return agreement.failure
 
     assert run_ranks(2, rank) == [None, None]
+
+
+class Wrapped:
+    """Another object for a group, as each call of a library may give."""
+
+    def __init__(self, group):
+        self.identity, self.rank, self.size, self.start_max = group, group.rank, group.size, group.start_max
+
+
+def test_a_scaler_has_its_number_again_in_a_group_that_it_joins_once_more():
+    def rank(group):
+        scaler = ShardedGradScaler(group=Wrapped(group))
+        if group.rank == 0:
+            scaler.set_group(Wrapped(group))
+        optimizer = begin(scaler)
+        scaler.step(optimizer)
+        return scaler.last_step(optimizer).reason
+
+    assert run_ranks(2, rank) == ["stepped", "stepped"]
+
+
+def test_a_rank_that_cannot_unscale_is_told_of_over_several_groups():
+    def rank(group):
+        scaler = ShardedGradScaler(group=[group, group])
+        optimizer = begin(scaler)
+        if group.rank == 1:
+            optimizer.grads = ["text"]
+        with pytest.raises(gradscale.GradscaleError) as caught:
+            scaler.step(optimizer)
+        return type(caught.value)
+
+    assert run_ranks(2, rank) == [gradscale.ScaleDesyncError, InvalidTypeError]

@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "more-left-than-there-are": (DEEPSPEED | {"cur_hysteresis": 3}, {}, "cur_hysteresis .*at most 2, got 3"),
     "overflow-to-come": (DEEPSPEED | {"last_overflow_iter": 10}, {}, "last_overflow_iter .*got 10"),
     "flag": (DEEPSPEED | {"consecutive_hysteresis": 1}, {}, "consecutive_hysteresis .*got 1"),
-    "static-apex": ({"loss_scale": 2.0, "unskipped": 2001}, {}, "unskipped .*2001 and 2000.*growth_interval="),
+    "static-apex": ({"loss_scale": 2.0, "unskipped": 2000}, {}, "unskipped .*2000 and 2000.*growth_interval="),
     "below-the-assumed-minimum": (MEGATRON | {"scale": 0.5}, {}, "megatron state cannot be read: .*min_scale=1.0"),
 }
 

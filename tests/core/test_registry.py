@@ -70,6 +70,8 @@ def test_numpys_arrays_scalars_and_subclasses_are_served_by_its_adapter():
 
     for x in (np.zeros(2), np.float32(1), np.zeros(2).view(Mine)):
         assert registry.backend_for(x) is registry.get("numpy")
+    # One that is a Python float as well.
+    assert gradscale.GradScaler(init_scale=4.0).scale(np.float64(1.5)) == 6.0
 
 
 def test_a_library_without_adapter_is_served_by_the_pure_core(strict: Library):

@@ -41,7 +41,8 @@ def test_the_script_and_the_module_are_the_same_program():
     require("cli")
     script = Path(sys.executable).with_name("gradscale")
     assert script.exists()
-    assert ran(script, "--version").stdout == run("--version").stdout == f"gradscale {gradscale.__version__}\n"
+    for completed in (ran(script, "--version"), run("--version")):
+        assert (completed.returncode, completed.stdout) == (0, f"gradscale {gradscale.__version__}\n")
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

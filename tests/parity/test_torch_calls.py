@@ -71,9 +71,9 @@ def test_enabled_takes_any_truth_value(makers: list[Any], value):
 
 @pytest.mark.usefixtures("group")
 def test_device_is_whatever_names_one_and_what_names_none_is_refused(pair: Pair):
-    for device in ("cpu", torch.device("cpu"), "meta", "xla", "hpu", None, 0):
+    for device in ("cpu", torch.device("cpu"), "meta", "xla", "hpu", None, 0, 127):
         assert [make(device).is_enabled() for make in pair] == [True, True]
-    for device in ("nonsense", "cdua", "cpu:", "gpu", "", "cuda:x", 1.5):
+    for device in ("nonsense", "cdua", "cpu:", "gpu", "", "cuda:x", 1.5, 128):
         # torch takes these, too.
         assert pair[1](device).is_enabled()
         with pytest.raises(GradscaleError, match="device") as caught:

@@ -126,6 +126,8 @@ def test_half_gradients_are_clipped_nearer_to_the_truth_than_at_torchs(dtypes: t
         unit = torch.finfo(parameter.dtype)
         allowed = exact.abs() * max(unit.eps / 2, TOLERANCE) * 1.01 + unit.smallest_normal * unit.eps
         assert ((parameter.grad.double() - exact).abs() <= allowed).all()
+    finish(run)
+    assert run.report.reason == "stepped"
 
 
 def test_float16_gradients_are_clipped_where_torch_and_optax_make_zeros_of_them():
