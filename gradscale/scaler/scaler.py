@@ -267,8 +267,8 @@ class GradScaler:
         """Skip the next step of an optimizer on all ranks.
 
         Still call ``unscale_`` and ``step`` on every rank: if that optimizer is never unscaled or stepped, ``update``
-        raises CallOrderError. The step's report has the reason "refused", and the scale stays as it is; if a gradient is
-        not finite, too, the step is one of overflow.
+        raises CallOrderError. The step's report has the reason "refused", and the scale stays as it is, unless a
+        gradient is not finite, too: then it is an overflow.
 
         Raises
         ------

@@ -79,7 +79,7 @@ def test_a_tensor_that_overlaps_itself_is_refused_by_name(strides: tuple[int, in
 MEMORY = torch.arange(6.0) * 4.0
 # Of two storages.
 NUMPYS = [torch.from_numpy(part) for part in (MEMORY.numpy()[:4], MEMORY.numpy()[2:])]
-HALVES = MEMORY.view(torch.float16)[1:5]
+OF_TWO_SIZES = [MEMORY[::2], MEMORY.view(torch.float16)[1:5]]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ HALVES = MEMORY.view(torch.float16)[1:5]
         pytest.param([MEMORY[:4]], [MEMORY[1:5]], id="shifted"),
         pytest.param([MEMORY[:4], MEMORY[:4]], [MEMORY[:4], MEMORY[:4]], id="twice"),
         pytest.param(NUMPYS, NUMPYS, id="of-NumPy"),
-        pytest.param([MEMORY[::2], HALVES], [MEMORY[::2], HALVES], id="of-two-sizes"),
+        pytest.param(OF_TWO_SIZES, OF_TWO_SIZES, id="of-two-sizes"),
         pytest.param([MEMORY[:4].double(), MEMORY[2:].double()], [MEMORY[:4], MEMORY[2:]], id="of-another-dtype"),
     ],
 )
