@@ -183,7 +183,8 @@ def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
         parts = (xp.real(x), xp.imag(x)) if kind_of(x) is Kind.COMPLEX else (x,)
         for part in parts:
             wide = xp.astype(part, _widest(xp, device(x)))
-            square = as_0d_array(xp, xp.sum(wide * wide))
+            # In a dtype that both devices have.
+            square = xp.astype(xp.sum(wide * wide), wide.dtype if wide.dtype == xp.float32 else total.dtype)
             square = square if device(x) == home else to_device(square, home)
             total = as_0d_array(xp, total + xp.astype(square, total.dtype))
     return total

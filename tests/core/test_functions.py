@@ -409,6 +409,8 @@ def test_arrays_stay_on_their_devices_and_are_judged_on_the_states_own(strict: L
             got, nonfinite = gradscale.unscale(arrays(*values), state)
             assert_arrays(got, *(value / 8.0 for value in values))
             assert (nonfinite.device, int(nonfinite)) == (home, 1)
+        *_, squares = gradscale.Backend().unscale_with_squares(arrays(8.0, 8.0, 16.0, 24.0), state)
+        assert (squares.device, float(squares)) == (home, 15.0)
         pred = strict.asarray(False, "bool", device=home)
         assert_arrays(
             gradscale.select(pred, arrays(1.0, 1.0, 1.0, 1.0), arrays(2.0, 2.0, 2.0, 2.0)), 2.0, 2.0, 2.0, 2.0
