@@ -105,9 +105,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The row ``jax-jit`` is for modules that say ``TRACED = True``; elsewhere it is the row ``jax``. The row ``dask``,
     where each operation is planned, is not for those that say ``LONG = True``.
     """
-    tier = config.getoption("--tier")
+    # Tests that are named by their ids are of any tier.
+    tier = TIERS[-1] if any("::" in argument for argument in config.args) else config.getoption("--tier")
     left_out = {item for item in items if _is_left_out(_row(item), item) or not is_in(tier, item)}
-    if tier != TIERS[-1] and not any("::" in argument for argument in config.args):
+    if tier != TIERS[-1]:
         left_out |= repeats(item for item in items if item not in left_out)
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
