@@ -85,7 +85,8 @@ class Pending:
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
             words = claims.hash_of(claim)
             sent = claims.of_arrays(live.backend, live.policy, state, count, words, presence, scaled, code, norm)
-        self._rank, self._updates = agreement.rank, live.updates
+        # Gradients of a state before a load say nothing of the one in force.
+        self._rank, self._updates = agreement.rank, live.updates if state is live.state else -1
         self._ballot = agreement.send(groups, sent, number, claim)
 
     @property

@@ -10,7 +10,7 @@ import pytest
 from libraries import Library, opened
 from optimizers import Tree, iterate, scaled
 
-from gradscale import GradScaler, ShardedGradScaler, registry
+from gradscale import GradScaler, ShardedGradScaler, StaticScale, registry
 from gradscale.scaler.scaler import iteration_of
 from gradscale.testing import run_ranks
 
@@ -78,3 +78,15 @@ def test_a_backend_may_be_named():
         scaler = GradScaler(backend="numpy")
         assert iteration_of(scaler).live.backend_for(None) is registry.get("numpy")
         assert iterate(library, scaler, Tree(), [math.nan]).skipped is True
+
+
+def test_gradients_of_before_a_load_tell_nothing_of_the_loaded_scale(arrays: Library):
+    scaler, optimizer = GradScaler(policy=StaticScale(1.0)), Tree([arrays.asarray([1.0])])
+    scaler.scale(arrays.asarray(1.0))
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 1024.0})
+    for gradient in (1.0, 1024.0):
+        optimizer.grads = [arrays.asarray([gradient])]
+        scaler.step(optimizer)
+        arrays.assert_array(optimizer.grads[0], [1.0])
+        scaler.update()
+        scaler.scale(arrays.asarray(1.0))
