@@ -38,7 +38,8 @@ class Backend:
 
     As it is, it serves every library that follows the array API standard. A subclass needs a ``name`` and ``example``;
     an instance is registered in the entry-point group ``gradscale.backends`` under the top-level module of the array
-    type. Hold it to :func:`gradscale.testing.check_backend`: whatever is overridden gives the same bits.
+    type. Hold it to :func:`gradscale.testing.check_backend`: whatever is overridden gives the same bits. Only ``read``,
+    ``read_summaries``, ``peek`` and the call of a ``HostRead`` bring values to the host; the pure functions do not.
 
     Attributes
     ----------

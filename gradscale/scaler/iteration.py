@@ -161,7 +161,7 @@ class Iteration:
 
     def turn_at(self, identity: int) -> Turn:
         """Return the turn of the optimizer with this ``id()``, which need not have been met in this iteration."""
-        turn = self.by_id(identity) if identity in self._known else None
+        turn = self.by_id(identity)
         if turn is None:
             turn = Turn()
             self._known[identity] = None, turn

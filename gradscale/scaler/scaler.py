@@ -46,7 +46,7 @@ def parts_of(
 ) -> Parts:
     """Return the parts of a scaler with these options."""
     live, reports, guard = LiveState(policy_of(options), backend), Reports(options), guard_for(options.get("skip"))
-    # What ranks must have in common, since each acts on it at the same time as all others.
+    # Ranks act on these at the same time, so that they must have them in common.
     common = {name: options.get(name) for name in ("diagnose", "skip", "give_up_after")}
     agreement = Agreement(groups, common, own_rank)
     return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard)
@@ -589,7 +589,7 @@ class GradScaler:
             self._parts.guard.load(loaded.windows, live.hooks.put)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what to pickle, without arrays, groups, callbacks and reports; CallOrderError in mid-iteration."""
+        """Return settings and numbers to pickle, and no arrays, groups or reports; CallOrderError in mid-iteration."""
         iteration = self._iteration
         iteration.require_boundary("pickling or copying a scaler")
         scaled, losses = (iteration.scaled, iteration.losses) if iteration.is_of_live_state else (False, Losses())
