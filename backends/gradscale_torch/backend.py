@@ -175,22 +175,23 @@ class TorchBackend(Backend):
         home = like.device if isinstance(like, Tensor) else _CPU
         forbid_capture(home, "call scale() once before, or every replay would begin with the first state again")
         with torch.inference_mode(False):
-            state = self.with_numbers(policy.init(torch.zeros((), device=_CPU)), numbers)
+            state = super().first_state(policy, numbers, torch.zeros((), device=_CPU))
             # Filled by kernels, for which nobody waits as for copies of the CPU's memory.
             return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=home) for one in state))
 
-    def with_numbers(self, state: ScaleState, numbers: Mapping[str, float]) -> ScaleState:
+    def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
         """Return a state with some fields replaced by numbers, which its tensors hold if others look at them."""
         if self._settings is None or state.scale.is_inference():
             return super().with_numbers(state, numbers)
-        for name, number in numbers.items():
-            getattr(state, name).fill_(number)
+        for tensor, number in zip(state, numbers, strict=True):
+            if number is not None:
+                tensor.fill_(number)
         return ScaleState(*state)
 
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, held: Tensor | None) -> ScaleState:
         """Return the state after a step, by torch's kernel if that has the rule."""
-        home = state.scale.device
-        if home.type != "cpu" and is_capturing(home):
+        scale, tracker = state[:2]
+        if not scale.is_cpu and is_capturing(scale.device):
             self.is_replayed = True
         if (
             self._settings is None

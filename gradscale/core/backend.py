@@ -205,12 +205,12 @@ class Backend:
     def first_state(self, policy: Policy, numbers: Mapping[str, float], like: Array) -> ScaleState:
         """Return a policy's first state beside an array, with some fields set to numbers."""
         require_values(like)
-        return self.with_numbers(policy.init(like), numbers)
+        return self.with_numbers(policy.init(like), [numbers.get(name) for name in ScaleState._fields])
 
-    def with_numbers(self, state: ScaleState, numbers: Mapping[str, float]) -> ScaleState:
-        """Return a state with some fields replaced by numbers, perhaps in the same arrays."""
-        fields = zip(ScaleState._fields, state, strict=True)
-        return ScaleState(*[self.number_like(numbers[name], x) if name in numbers else x for name, x in fields])
+    def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
+        """Return a state with its fields replaced by numbers, but where these are None; perhaps in the same arrays."""
+        fields = zip(state, numbers, strict=True)
+        return ScaleState(*[x if number is None else self.number_like(number, x) for x, number in fields])
 
     def number_like(self, number: float, like: Array) -> Array:
         """Return a number as a 0-d array of the dtype of another, where that is."""

@@ -119,7 +119,7 @@ class LiveState:
         if not isinstance(saved, (list, ScaleState)):
             saved = [*self.checked(self.backend.read(saved))]
         if isinstance(saved, list):
-            saved = self.backend.with_numbers(state, dict(zip(ScaleState._fields, saved, strict=True)))
+            saved = self.backend.with_numbers(state, saved)
         self.state = self.backend.put(state, saved)
 
     def advance(self, counts: Sequence[Array | int], held: Sequence[Array], before: Saved) -> None:
@@ -141,8 +141,8 @@ class LiveState:
         if isinstance(found, int) and is_held is None and isinstance(before, list) and self.backend.takes_numbers:
             new = next_numbers(self.policy, before, found)
             if new is not None:
-                fields = zip(ScaleState._fields, new, before, strict=True)
-                self.state = self.backend.with_numbers(state, {name: x for name, x, old in fields if x != old})
+                changed = [x if x != old else None for x, old in zip(new, before, strict=True)]
+                self.state = self.backend.with_numbers(state, changed)
                 return
         self.state = self.backend.adapt(self.policy, state, found, is_held)
 
@@ -154,7 +154,7 @@ class LiveState:
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
         """Replace a lazy state by the values just read, or its graph would hold all iterations before."""
         if self.state is state:
-            self.state = self.backend.with_numbers(state, self.checked(values)._asdict())
+            self.state = self.backend.with_numbers(state, self.checked(values))
 
     def require_possible(self, scale: float) -> None:
         """Raise BackendError for the scale of a verdict that no policy makes, to whose array others may write."""
@@ -257,7 +257,8 @@ class LiveState:
         if self.state is None:
             self._restored |= numbers
             return
-        self.state = self.backend.put(self.state, self.backend.with_numbers(self.state, numbers))
+        fields = [numbers.get(name) for name in ScaleState._fields]
+        self.state = self.backend.put(self.state, self.backend.with_numbers(self.state, fields))
 
     def _reachable(self, policy: Policy, reached: Sequence[float] = ()) -> _Trackers:
         said = _ANY_TRACKERS if self.hooks.is_shared else getattr(policy, "largest_trackers", _ANY_TRACKERS)
