@@ -118,23 +118,24 @@ class Iteration:
     groups or loaded a state.
     """
 
+    scaled = is_inside_closure = False
+    state: ScaleState | None = None
+    lowered: ScaleState | None = None
+    # The state before an update; if that is interrupted, the next call goes back to it.
+    _before: Saved | None = None
+    losses = Losses()
+    loss_nonfinite: tuple[Array, ...] = ()
+    _closure_state: ScaleState | None = None
+    _messages = 0
+
     def __init__(self, number: int, parts: Parts, steps_before: int = 0) -> None:
         self.number, self.parts, self.steps_before = number, parts, steps_before
         self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard = parts
-        self.scaled = self.is_inside_closure = False
-        self.state: ScaleState | None = None
-        self.lowered: ScaleState | None = None
-        # The state before an update; if that is interrupted, the next call goes back to it.
-        self._before: Saved | None = None
-        self.losses = Losses()
-        self.loss_nonfinite: tuple[Array, ...] = ()
         self.steps: list[StepReport] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
         # By id(optimizer): a weak reference to it, None if only the id is known, and its turn.
         self._known: dict[int, tuple[Callable[[], Optimizer | None] | None, Turn]] = {}
-        self._closure_state: ScaleState | None = None
-        self._messages = 0
 
     # Turns.
 
@@ -492,7 +493,7 @@ class Iteration:
 
         Return a function that makes the report of the update, if somebody wants it, and an error to raise afterwards.
         """
-        live, reports = self.live, self.reports
+        live = self.live
         if self.agreement.failure is not None:
             raise self.agreement.failure
         for turn in self.turns:
@@ -505,7 +506,7 @@ class Iteration:
         pending, verdicts = self.read_verdicts()
         if wanted is None and self.lowered is None and not pending:
             self._forbid_update()
-        report = self._report(pending, verdicts, wanted) if reports.wants_updates else None
+        report = self._report(pending, verdicts, wanted) if self.reports.on_update else None
         underflow = None if wanted is not None else self._underflow(verdicts)
         for turn in self.turns:
             # A window learns from no gradients that were only looked at, or that the user has stepped with.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
@@ -130,6 +130,7 @@ _COUNTED = ("taken", "overflow", "spike", "refused")
 
 
 _Report = TypeVar("_Report")
+Callbacks: TypeAlias = tuple[Callable[[_Report], object], ...]
 
 
 class Deferred(NamedTuple):
@@ -153,8 +154,8 @@ class Reports:
         self.diagnoses = self._kept["diagnose"] is not None
         if self.diagnoses:
             validation.choice("diagnose", self._kept["diagnose"], ("on_overflow", None))
-        self._on_skip: tuple[Callable[[StepReport], object], ...] = _as_tuple("on_skip", options.get("on_skip"))
-        self._on_update: tuple[Callable[[UpdateReport], object], ...] = _as_tuple("on_update", options.get("on_update"))
+        self.on_skip: Callbacks[StepReport] = callbacks_of("on_skip", options.get("on_skip"))
+        self.on_update: Callbacks[UpdateReport] = callbacks_of("on_update", options.get("on_update"))
         size = validation.integer("history_size", self._kept["history_size"], 0, validation.LARGEST_INT32)
         self._last: IdentityMap[StepReport | Deferred] = IdentityMap()
         self._history: collections.deque[StepReport | Deferred] = collections.deque(maxlen=size)
@@ -162,32 +163,9 @@ class Reports:
         self.under_way: collections.deque[Deferred] = collections.deque()
 
     @property
-    def on_skip(self) -> OnSkip | None:
-        """The callbacks that get the report of a skipped step; None without any."""
-        return self._on_skip or None
-
-    @on_skip.setter
-    def on_skip(self, callbacks: OnSkip | None) -> None:
-        self._on_skip = _as_tuple("on_skip", callbacks)
-
-    @property
-    def on_update(self) -> OnUpdate | None:
-        """The callbacks that get the report of an iteration; None without any."""
-        return self._on_update or None
-
-    @on_update.setter
-    def on_update(self, callbacks: OnUpdate | None) -> None:
-        self._on_update = _as_tuple("on_update", callbacks)
-
-    @property
-    def wants_updates(self) -> bool:
-        """Whether somebody wants the report of each update."""
-        return len(self._on_update) > 0
-
-    @property
     def wants_each_step(self) -> bool:
         """Whether the verdict of each step is read within that step."""
-        has_callbacks = len(self._on_skip) + len(self._on_update) > 0
+        has_callbacks = len(self.on_skip) + len(self.on_update) > 0
         return has_callbacks or self.diagnoses or self._kept["give_up_after"] is not None
 
     @property
@@ -223,8 +201,8 @@ class Reports:
         if report.reason in ("disabled", "no gradients"):
             return
         self._history.append(report)
-        if report.skipped and self._on_skip and rank is not None:
-            _call(self._on_skip, report, rank())
+        if report.skipped and self.on_skip and rank is not None:
+            _call(self.on_skip, report, rank())
 
     def record_later(self, optimizer: object, iteration: int, pending: Pending) -> None:
         """Keep a step whose verdict the CPU has not read; the history leaves out those of captured graphs."""
@@ -241,7 +219,7 @@ class Reports:
 
     def tell_update(self, report: UpdateReport) -> None:
         """Call ``on_update`` with the report of an iteration."""
-        _call(self._on_update, report, report.rank)
+        _call(self.on_update, report, report.rank)
 
     def __reduce__(self) -> tuple[type[Reports], tuple[dict[str, object]]]:
         """Pickle the settings: no reports, and no callbacks."""
@@ -264,7 +242,8 @@ def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, ran
             callback(report)
 
 
-def _as_tuple(name: str, callbacks: object) -> tuple[Callable[[_Report], object], ...]:
+def callbacks_of(name: str, callbacks: object) -> Callbacks[Any]:
+    """Return callbacks as a tuple; InvalidTypeError for anything else."""
     listed = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
     if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or not all(map(callable, listed)):
         msg = f"{name} must be a callable that takes a report, or a sequence of these, got {shown(callbacks)}"
@@ -318,6 +297,9 @@ class Row(NamedTuple):
         )
 
 
+_NO_ROW = Row()
+
+
 def tell(sentences: Iterable[str], *, gives_up: bool) -> None:
     """Raise TrainingStalledError with some sentences, of which some may be empty, or warn."""
     msg = ". ".join(filter(None, sentences))
@@ -343,7 +325,7 @@ class Tally:
     def restart(self, counts: Mapping[str, int]) -> None:
         """Go on from saved counts."""
         self.counts = {name: counts.get(name, 0) for name in _COUNTED}
-        self.row, self._warn_at, self._made_in = Row(), self._warn_after, 0
+        self.row, self._warn_at, self._made_in = _NO_ROW, self._warn_after, 0
 
     def note(self, step: StepReport) -> None:
         """Count a step."""
@@ -351,7 +333,7 @@ class Tally:
         self.counts = {**self.counts, name: self.counts[name] + 1}
         if not step.skipped:
             # Its iteration's other steps are no row either.
-            self.row, self._warn_at, self._made_in = Row(), self._warn_after, step.iteration
+            self.row, self._warn_at, self._made_in = _NO_ROW, self._warn_after, step.iteration
         elif step.iteration != self._made_in:
             self.row = self.row.plus(step)
 

@@ -27,7 +27,7 @@ from gradscale.scaler.iteration import Iteration, Parts, Stage
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
-from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, Tally, step_report, tell
+from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, Tally, callbacks_of, step_report, tell
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
 
@@ -403,20 +403,20 @@ class GradScaler:
         On rank 0 only, but for callables with a true attribute ``every_rank``, such as
         :func:`gradscale.callbacks.every_rank` gives.
         """
-        return self._parts.reports.on_skip
+        return self._parts.reports.on_skip or None
 
     @on_skip.setter
     def on_skip(self, callbacks: OnSkip | None) -> None:
-        self._parts.reports.on_skip = callbacks
+        self._parts.reports.on_skip = callbacks_of("on_skip", callbacks)
 
     @property
     def on_update(self) -> OnUpdate | None:
         """The callbacks that ``update`` calls with the UpdateReport of an iteration, as for ``on_skip``."""
-        return self._parts.reports.on_update
+        return self._parts.reports.on_update or None
 
     @on_update.setter
     def on_update(self, callbacks: OnUpdate | None) -> None:
-        self._parts.reports.on_update = callbacks
+        self._parts.reports.on_update = callbacks_of("on_update", callbacks)
 
     def diagnose(
         self,
