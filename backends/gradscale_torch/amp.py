@@ -187,8 +187,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def __repr__(self) -> str:
         live = _live(self)
         # A device is not waited for.
-        home = None if live.state is None else live.state.scale.device
-        scale = live.scale() if home is None or not devices.would_wait(home) else f"<on {home}>"
+        held = None if live.state is None else live.state.scale
+        scale = live.scale() if held is None or not devices.would_wait(held) else f"<on {held.device}>"
         return f"{type(self).__name__}(policy={live.policy!r}, scale={scale}, enabled={self._enabled})"
 
     # The iteration.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +30,7 @@ _CPU = torch.device("cpu")
 # Arguments of the kernel that adapts a state of the CPU.
 _FOUND = torch.zeros((), device=_CPU), torch.ones((), device=_CPU)
 _PLAIN = {Tensor, torch.nn.Parameter}
-_item = operator.methodcaller("item")
+_item = torch.Tensor.item
 
 # Bytes of one block: few enough to stay in a cache, and many enough to hide what a call costs.
 _BLOCK = 1 << 18
@@ -86,7 +85,7 @@ class TorchBackend(Backend):
 
     def peek(self, arrays: Sequence[Tensor], /) -> list[Any] | None:
         """Return the numbers in 0-d tensors of one device; None if that is not the CPU."""
-        return None if devices.would_wait(arrays[0].device) else list(map(_item, arrays))
+        return None if devices.would_wait(arrays[0]) else list(map(_item, arrays))
 
     def start_read(self, x: Tensor, /) -> HostRead:
         """Begin to copy a 1-d int32 tensor to the CPU, which does not wait."""
@@ -200,17 +199,16 @@ class TorchBackend(Backend):
             or not _is_kernels_rule(policy)
         ):
             return self.put(state, super().adapt(policy, state, nonfinite, held))
-        scale, tracker = state[:2]
-        if home.type != "cpu" or tracker.item() >= policy.growth_interval:
+        if not scale.is_cpu or tracker.item() >= policy.growth_interval:
             # The kernel grows at the interval alone.
             tracker.clamp_(max=policy.growth_interval - 1)
         found = _FOUND[nonfinite > 0] if isinstance(nonfinite, int) else nonfinite.float()
         growth, backoff = policy.growth_factor, policy.backoff_factor
-        if home.type == "cpu" and self._settings.is_sharded:
+        if scale.is_cpu and self._settings.is_sharded:
             # torch's ShardedGradScaler multiplies a tensor by them there, in float32.
             growth, backoff = round_to_float32(growth), round_to_float32(backoff)
         torch._amp_update_scale_(scale, tracker, found, growth, backoff, policy.growth_interval)
-        if home.type != "cpu" or scale.item() < policy.min_scale:
+        if not scale.is_cpu or scale.item() < policy.min_scale:
             # The kernel goes on into the subnormals, and to 0.
             scale.clamp_(min=policy.min_scale)
         return ScaleState(*state)
@@ -236,7 +234,7 @@ class TorchBackend(Backend):
             return super().scale(outputs, state)
         scaled = []
         for tensor in outputs:
-            if tensor.device.type != "cpu" and is_capturing(tensor.device):
+            if not tensor.is_cpu and is_capturing(tensor.device):
                 self.is_replayed = True
             product = tensor * moved(state.scale, tensor.device)
             scaled.append(product.to(tensor.dtype) if self._settings.is_sharded else product)
@@ -364,7 +362,7 @@ def _addresses(x: Tensor) -> Tensor:
 def _counted(tensor: Tensor) -> Summary | None:
     """Summarize a tensor of IEEE numbers of the CPU, block by block; None for any other."""
     layout = layout_of(tensor.dtype)
-    if layout is None or tensor.device.type != "cpu":
+    if layout is None or not tensor.is_cpu:
         return None
     # In the order of the memory, which needs no copy if that has no gaps.
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

@@ -18,6 +18,8 @@ Tensor = torch.Tensor
 Flags: TypeAlias = dict[torch.device, Tensor]
 """By device, a 0-d float32: 1 if a value that is not finite was found, else 0."""
 
+_CPU = torch.device("cpu")
+
 _READ_AFTER = "ask for the verdict of a step after the capture"
 
 NO_READS = (
@@ -38,7 +40,7 @@ def moved(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = N
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
     """Return numbers as a 1-d int32 tensor on a device; nothing is waited for."""
-    if device.type == "cpu":
+    if device == _CPU:
         return torch.tensor(values, dtype=torch.int32, device=device)
     # The CPU would wait for a copy, but not for the arguments of a kernel.
     made = torch.zeros(len(values), dtype=torch.int32, device=device)
@@ -48,7 +50,7 @@ def integers(values: Sequence[int], device: torch.device) -> Tensor:
 
 def is_capturing(device: torch.device) -> bool:
     """Tell whether a graph of a device is being captured, in which nothing may be waited for or asked."""
-    if device.type == "cpu":
+    if device == _CPU:
         return False
     module = getattr(torch, device.type, None)
     ask: Callable[[], bool] | None = getattr(module, "is_current_stream_capturing", None)
@@ -62,9 +64,9 @@ def forbid_capture(device: torch.device, what: str) -> None:
         raise CallOrderError(msg)
 
 
-def would_wait(device: torch.device) -> bool:
-    """Tell whether the CPU would have to wait for a device to know what is on it."""
-    return device.type != "cpu"
+def would_wait(tensor: Tensor) -> bool:
+    """Tell whether the CPU would have to wait for a device to know a tensor's values."""
+    return not tensor.is_cpu
 
 
 class TensorRead:
@@ -75,7 +77,7 @@ class TensorRead:
         self.is_replayed = is_capturing(device)
         self._event: torch.Event | None = None
         self._values = values
-        if device.type != "cpu" and not self.is_replayed:
+        if not values.is_cpu and not self.is_replayed:
             self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.Event(device=device, enable_timing=False)

@@ -90,7 +90,7 @@ class TensorGradients:
         """
         first, home = next(iter(self._tensors.values()), None), self._settings.device
         trains_on_cpu = home is None or (not isinstance(home, int) and torch.device(home).type == "cpu")
-        if first is None or (first[0].device.type == "cpu" and not trains_on_cpu):
+        if first is None or (first[0].is_cpu and not trains_on_cpu):
             return torch.zeros((), device=home)
         return first[0]
 
@@ -151,7 +151,7 @@ class TensorGradients:
         """Return the factor that unscales and clips at once, and the norm."""
         exchange = self._request.exchange
         # On a device the CPU waits for nobody, so that the norm is not announced.
-        if exchange is not None and not would_wait(inverse.device):
+        if exchange is not None and not would_wait(inverse):
             exchange.announce(inverse)
         squares, own = self._squares(inverse.device)
         norm = squares.sqrt() * inverse
@@ -415,7 +415,7 @@ def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_agai
 
 def judge(groups: Groups, flags: Flags, one: Tensor | None = None) -> None:
     """Set the flags of devices with a tensor that is not finite; the tensors keep their values."""
-    if one is not None and groups and one.device.type != "cpu":
+    if one is not None and groups and not one.is_cpu:
         # The scale that is taken for 1, to which others can write.
         flags[one.device] = (one != 1.0).float()
     for (device, _), tensors in groups.items():
@@ -449,7 +449,7 @@ def _apply(
     flag = flags.get(device)
     if flag is None:
         flag = flags[device] = torch.zeros_like(by)
-    if _apply_by_kernel(device, tensors, flag, by):
+    if _apply_by_kernel(tensors, flag, by):
         return False
     if factor is not None:
         _multiply(tensors, factor)
@@ -460,9 +460,9 @@ def _apply(
     return not judged
 
 
-def _apply_by_kernel(device: torch.device, tensors: list[Tensor], flag: Tensor, factor: Tensor) -> bool:
+def _apply_by_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> bool:
     """Multiply tensors and set a flag by torch's kernel; False if it has none for them on this device."""
-    if device.type != "cpu" and tensors and tensors[0].dtype is torch.float64:
+    if tensors and tensors[0].dtype is torch.float64 and not tensors[0].is_cpu:
         # A device's kernel takes what float32 cannot hold for infinite.
         return False
     try:
@@ -481,7 +481,7 @@ def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one dtype by a 0-d factor of their device, in float32 or wider, and round once."""
     wide = _computable(tensors)
     by = factor.to(torch.float32 if wide[0].itemsize == 2 else wide[0].dtype)
-    if wide[0].itemsize > 2 or wide[0].device.type == "cpu":
+    if wide[0].itemsize > 2 or wide[0].is_cpu:
         torch._foreach_mul_(wide, by)
     else:
         # A device first rounds a factor without dimensions to the dtype of what has some, and calls a kernel for each
@@ -513,8 +513,8 @@ def overlap(index: int, tensor: Tensor) -> SharedMemoryError:
 def count_nonfinite(flags: Flags, groups: Groups) -> int | None:
     """Return how many gradients are not finite; None unless all of them are the CPU's."""
     is_bad = False
-    for device, flag in flags.items():
-        if device.type != "cpu":
+    for flag in flags.values():
+        if not flag.is_cpu:
             return None
         is_bad = is_bad or flag.item() != 0
     if not is_bad:

@@ -101,7 +101,7 @@ class TorchCollectives:
         sent = x if isinstance(x, Tensor) else _as_tensor(x)
         where = travels_on(self._carriers, sent.device, group.group)
         if where != sent.device:
-            forbid_capture(where if sent.device.type == "cpu" else sent.device, _OF_THE_DEVICE)
+            forbid_capture(where if sent.is_cpu else sent.device, _OF_THE_DEVICE)
         # It is sent, and then receives the result.
         buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
         return Reduction(self, group, self.reduce(group, buffer), buffer, x)
@@ -133,7 +133,7 @@ class TorchCollectives:
         options.timeout = self._librarys_timeout
         work: dist.Work = group.run(group.group.allreduce, [buffer], options)
         # Captured work belongs to the graph, and during the capture nothing may be asked for.
-        is_captured = buffer.device.type != "cpu" and is_capturing(buffer.device)
+        is_captured = not buffer.is_cpu and is_capturing(buffer.device)
         if not self._is_lookalike and not is_captured:
             _forget_what_is_done()
             _under_way[id(work)] = (work, buffer, group.group)
@@ -217,14 +217,14 @@ class Reduction:
     def __call__(self) -> Array:
         """Return the result; on an accelerator the stream and not the CPU waits for the ranks."""
         if self._result is None:
-            x, where = self._x, self._buffer.device
-            if where.type == "cpu" or not isinstance(x, Tensor) or x.device != where:
+            x, buffer = self._x, self._buffer
+            if buffer.is_cpu or not isinstance(x, Tensor) or x.device != buffer.device:
                 self.wait()
             elif not self._is_done:
                 # The stream waits, and keeps the order from here on.
                 self._group.run(self._work.wait)
                 _under_way.pop(id(self._work), None)
-            self._result = _like(self._buffer, x)
+            self._result = _like(buffer, x)
             self._x = None
         return self._result
 
@@ -254,7 +254,7 @@ def _as_tensor(x: Array) -> Tensor:
 def _like(values: Tensor, x: Array) -> Array:
     if isinstance(x, Tensor):
         return values.to(x.device)
-    if values.device.type == "cpu":
+    if values.is_cpu:
         return registry.backend_for(x).integers(values.tolist(), x)
     return array_namespace(x).from_dlpack(values)
 

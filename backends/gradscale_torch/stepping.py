@@ -69,7 +69,7 @@ def _fused_step(step: Step) -> Iterator[None]:
     judged, state = pending.found, pending.state
     home = state.scale.device
     fresh = _without_momentum(optimizer)
-    if pending.override is None and devices.would_wait(home):
+    if pending.override is None and devices.would_wait(state.scale):
         # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced, and
         # momentum that is not to be damped if this step is skipped.
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
