@@ -155,14 +155,16 @@ class TensorGradients:
             exchange.announce(inverse)
         squares, own = self._squares(inverse.device)
         norm = squares.sqrt() * inverse
-        is_finite = norm < math.inf
+        # As it is returned, in float32.
+        is_finite = norm.float() < math.inf
         # A norm that is not finite clips nothing: gradients that are finite stay so, and those that are not are named.
         wanted = torch.where(is_finite, inverse * clip_factor(norm, max_norm), inverse)
         # A norm that overflows, or a factor that loses bits, is an overflow, too. If another rank's part makes the norm
-        # inf or NaN, that rank reports it: a sum overflows only if some part is above its share of the largest number.
+        # inf or NaN, that rank reports it: it overflows only if some part is above its share of the largest number.
         is_bad = torch.logical_not(is_finite)
         if exchange is not None:
-            is_bad &= torch.logical_not(own <= torch.finfo(own.dtype).max / 2 / exchange.size)
+            share = own.sqrt() * inverse * math.sqrt(2 * exchange.size)
+            is_bad &= torch.logical_not(share.float() < math.inf)
         if max_norm > 0:
             is_bad |= wanted < SMALLEST_NORMAL
         flags[inverse.device] = is_bad.float()

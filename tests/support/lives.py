@@ -809,10 +809,6 @@ class _Life:
             return
         values = self.model.quotients(k)
         held = [value for value in values if value is not None]
-        # Where only the quotient overflows, torch's clips it right, and NumPy's skips the step.
-        has_overflowed = any(
-            math.isinf(x) and math.isfinite(y) for x, y in zip(values, self.model.gradients[k], strict=True) if x and y
-        )
         clip: dict[str, Any] = {}
         if how == "rank" and len({None if value is None else abs(value) for value in values}) > 1:
             # The ranks do not hold the same gradients.
@@ -820,7 +816,7 @@ class _Life:
         # Of several groups it is not known which hold parts.
         how = "plain" if how == "group" and self.is_grid else how
         # Squares of gradients that have drifted away might overflow.
-        if how != "plain" and not has_overflowed and not any(400.0 < abs(value) < math.inf for value in held):
+        if how != "plain" and not any(400.0 < abs(value) < math.inf for value in held):
             largest = self.chance.choice(MAX_NORMS)
             # A process alone is all of its group.
             is_said = self.group is not None or (self.library != "torch" and self.chance.random() < 0.5)
