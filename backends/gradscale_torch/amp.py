@@ -400,7 +400,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             # It raises: a part of them may be divided.
             iteration.verdict(turn)
         stage = turn.stage
-        request = Request(judges_only=True, are_scaled=stage is Stage.READY)
+        request = Request(divides=False, are_scaled=stage is Stage.READY)
         iteration.unscale(turn, optimizer, request, is_look=not iteration.is_inside_closure)
         # It counts in place of one that the optimizer was stepped by, as in torch.
         turn.stage, turn.verdict = stage, None

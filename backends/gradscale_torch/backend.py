@@ -156,9 +156,9 @@ class TorchBackend(Backend):
             # Reading the scale of a device would be a host read; a second look is none. 0 is as low as it may be.
             least = state.scale.item() if state.scale.is_cpu else float(isinstance(state, arithmetic.UnitState))
             if least == 1.0:
-                gradients.judge(tensors, flags, state.scale)
+                gradients.flag_nonfinite(tensors, flags, state.scale)
             else:
-                gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, judge_again=least < 1.0)
+                gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, flag_again=least < 1.0)
             count, home = gradients.count_nonfinite(flags, tensors), state.scale.device
             if count is None:
                 return out, combined(flags, home).to(torch.int32)

@@ -79,7 +79,7 @@ class TensorGradients:
         self._is_replayed = is_replayed
         # The tensors of values, to be overwritten; and the sparse gradients with duplicate indices, whose sums must be
         # judged once they are unscaled. Optimizers that unscale by themselves, and clipping alone, take float16.
-        takes_fp16 = settings.allows_fp16 or request.judges_only or not request.are_scaled
+        takes_fp16 = settings.allows_fp16 or not (request.divides and request.are_scaled)
         self._tensors, self._uncoalesced = _collect(parameters, allow_fp16=takes_fp16)
 
     @property
@@ -105,7 +105,7 @@ class TensorGradients:
         request, tensors, scale = self._request, self._tensors, state.scale
         if request.max_norm is not None:
             self._require_whole()
-        if not request.judges_only:
+        if request.divides:
             self.is_touched, self._parameters.left_scaled = True, False
         flags: Flags = {}
         norm = None
@@ -114,27 +114,27 @@ class TensorGradients:
         if number is None and not self._is_replayed and not is_capturing(scale.device):
             is_one, may_be_below_one = live.is_one(state), live.floor(state) < 1.0
         with torch.no_grad():
-            if request.judges_only:
-                judge(tensors, flags)
+            if not request.divides:
+                flag_nonfinite(tensors, flags)
                 if may_be_below_one and request.are_scaled:
                     # An optimizer's kernel divides without a look at the result.
-                    judge_quotients(tensors, scale, flags)
+                    flag_quotients(tensors, scale, flags)
             elif is_one and request.max_norm is None:
-                judge(tensors, flags, scale)
+                flag_nonfinite(tensors, flags, scale)
             else:
                 factor = inverse_of(scale) if number is None else _inverse_of_number(number)
                 if request.max_norm is not None:
                     factor, norm = self._clipped(factor, request.max_norm, flags)
                 # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
-                judged = norm is not None and not may_be_below_one and not self._parameters.meshes
-                unscale_in_place(tensors, factor, flags, judge_again=may_be_below_one, judged=judged)
+                are_flagged = norm is not None and not may_be_below_one and not self._parameters.meshes
+                unscale_in_place(tensors, factor, flags, flag_again=may_be_below_one, are_flagged=are_flagged)
             if self._uncoalesced:
                 # The optimizer will see the sums of duplicates.
-                judge(group_tensors([kernel_view(one.coalesce()) for one in self._uncoalesced]), flags)
+                flag_nonfinite(group_tensors([kernel_view(one.coalesce()) for one in self._uncoalesced]), flags)
             count = count_nonfinite(flags, tensors)
         # A fused optimizer must not divide again what is unscaled.
         found = combined(flags, scale.device) if count is None else count
-        return Found(found, norm, len(tensors) > 0, request.judges_only and request.are_scaled, flags, number)
+        return Found(found, norm, len(tensors) > 0, request.are_scaled and not request.divides, flags, number)
 
     def clip(self, one: object) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""
@@ -402,20 +402,22 @@ def _inverse_of_number(scale: float) -> Tensor:
     return torch.tensor(scale, dtype=torch.float32, device=_CPU).reciprocal()
 
 
-def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_again: bool, judged: bool = False) -> None:
+def unscale_in_place(
+    groups: Groups, factor: Tensor, flags: Flags, *, flag_again: bool, are_flagged: bool = False
+) -> None:
     """Multiply dense real tensors by the reciprocal of the scale, 0-d float32 on any device, and note bad ones.
 
-    The products must be judged again if the reciprocal may be above 1, so that they may overflow. Tensors that are
-    ``judged`` already are looked at only by a kernel that does both.
+    The products must be flagged again if the reciprocal may be above 1, so that they may overflow. Tensors that are
+    ``are_flagged`` already are looked at only by a kernel that does both.
     """
     for (device, dtype), tensors in groups.items():
-        if not _apply(device, tensors, flags, moved(factor, device), judged=judged) and judge_again:
+        if not _apply(device, tensors, flags, moved(factor, device), are_flagged=are_flagged) and flag_again:
             # To read them is half of what the kernel does; on the CPU it is slower, and not there for float8.
             is_read = device.type != "cpu" and dtype.itemsize > 1
             _apply(device, _largest(tensors) if is_read else tensors, flags)
 
 
-def judge(groups: Groups, flags: Flags, one: Tensor | None = None) -> None:
+def flag_nonfinite(groups: Groups, flags: Flags, one: Tensor | None = None) -> None:
     """Set the flags of devices with a tensor that is not finite; the tensors keep their values."""
     if one is not None and groups and not one.is_cpu:
         # The scale that is taken for 1, to which others can write.
@@ -424,7 +426,7 @@ def judge(groups: Groups, flags: Flags, one: Tensor | None = None) -> None:
         _apply(device, tensors, flags)
 
 
-def judge_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
+def flag_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
     """Set the flags of devices with a finite tensor that overflows when it is divided by the scale."""
     for (device, dtype), tensors in groups.items():
         for largest in _largest(tensors):
@@ -439,7 +441,12 @@ def _largest(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _apply(
-    device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor | None = None, *, judged: bool = False
+    device: torch.device,
+    tensors: list[Tensor],
+    flags: Flags,
+    factor: Tensor | None = None,
+    *,
+    are_flagged: bool = False,
 ) -> bool:
     """Multiply tensors by a factor, if there is one, and set their device's flag if they are not finite.
 
@@ -455,11 +462,11 @@ def _apply(
         return False
     if factor is not None:
         _multiply(tensors, factor)
-    if not judged:
+    if not are_flagged:
         for largest in _largest(_computable(tensors)):
             is_finite = (largest <= torch.finfo(largest.dtype).max).all()
             flag.masked_fill_(torch.logical_not(is_finite), 1.0)
-    return not judged
+    return not are_flagged
 
 
 def _apply_by_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> bool:

@@ -117,7 +117,7 @@ def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
         (scale,) = live.backend.peek(live.state[:1]) or (None,)
         found = Found(0, has_gradients=False, flags={}, scale=scale)
         pending = turn.pending = Pending(live, iteration.agreement, found, live.state, (), None, iteration.number)
-        pending.is_judged = False
+        pending.is_placeholder = True
     if not isinstance(pending.override, Shown):
         home, flags = pending.state.scale.device, dict(pending.found.flags or {})
         if pending.groups and home.type == "cpu" and not pending.is_late:

@@ -60,13 +60,13 @@ def _fused_step(step: Step) -> Iterator[None]:
     optimizer: Any = step.optimizer
     iteration, turn = step.iteration, step.turn
     if turn.stage is Stage.READY:
-        iteration.unscale(turn, optimizer, Request(judges_only=True))
+        iteration.unscale(turn, optimizer, Request(divides=False))
     if turn.pending is None:
         # They could not be unscaled before.
         iteration.verdict(turn)
     pending = turn.pending
     assert pending is not None
-    judged, state = pending.found, pending.state
+    found, state = pending.found, pending.state
     home = state.scale.device
     fresh = _without_momentum(optimizer)
     if pending.override is None and devices.would_wait(state.scale):
@@ -75,19 +75,19 @@ def _fused_step(step: Step) -> Iterator[None]:
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
         may_be_late = not iteration.reports.wants_each_step and (not is_damped or is_capturing(home))
         pending.is_late = may_be_late and iteration.live.at_min_scale(state) is None
-    is_empty = not pending.groups and not judged.has_gradients and not turn.refused
+    is_empty = not pending.groups and not found.has_gradients and not turn.refused
     if not pending.is_late or is_empty:
         forbid_capture(home, NO_READS)
         step.verdict = iteration.verdict_for_step(turn, optimizer)
-    found, preset = flag_of(pending, home), getattr(optimizer, "grad_scale", None)
-    if judged.flags and _CPU in judged.flags:
+    flag, preset = flag_of(pending, home), getattr(optimizer, "grad_scale", None)
+    if found.flags and _CPU in found.flags:
         # torch's optimizers do not wait for copies to the CPU.
         home = _CPU
     scale = preset
-    if judged.is_scaled:
+    if found.is_scaled:
         scale = moved(state.scale.clone() if preset is None else state.scale * preset, home)
     # Copies, which the optimizer may change.
-    with _fused_attributes(optimizer, scale, moved(found, home).clone()):
+    with _fused_attributes(optimizer, scale, moved(flag, home).clone()):
         yield
     for parameter in fresh:
         # torch's fused SGD leaves momentum uninitialized if its first step is skipped, and takes it for filled later.
@@ -96,7 +96,7 @@ def _fused_step(step: Step) -> Iterator[None]:
             if step.verdict.reason:
                 getattr(optimizer, "state", {}).get(parameter, {}).pop("momentum_buffer", None)
         elif momentum is not None:
-            momentum.copy_(torch.where(moved(found, momentum.device) != 0, torch.zeros_like(momentum), momentum))
+            momentum.copy_(torch.where(moved(flag, momentum.device) != 0, torch.zeros_like(momentum), momentum))
     if pending.is_late:
         pending.start_reading()
     _note_left_scaled(step)

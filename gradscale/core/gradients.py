@@ -72,8 +72,8 @@ class Request(NamedTuple):
     """The largest 2-norm of all gradients together, to be clipped to."""
     exchange: Exchanging | None = None
     """Over the group whose ranks hold parts of the gradients; None if this rank holds them all."""
-    judges_only: bool = False
-    """Whether gradients are left as they are, to the optimizer to unscale if they ``are_scaled``."""
+    divides: bool = True
+    """Whether gradients are divided; if not, the optimizer unscales them by itself if they ``are_scaled``."""
     are_scaled: bool = True
 
 

@@ -81,7 +81,7 @@ def checked_loss(loss: object, expected: str) -> Array | float:
         return math.inf if loss > 0 else -math.inf
 
 
-class Judged(NamedTuple):
+class Observation(NamedTuple):
     """The values that a step was judged by, which the window of its optimizer learns."""
 
     window: int
@@ -114,11 +114,11 @@ class Guard:
         # The position of each optimizer's window.
         self._positions: IdentityMap[int] = IdentityMap()
         # By the position of a window, what it has learned last, and what it has become.
-        self._learned: dict[int, tuple[Judged, SpikeState]] = {}
+        self._learned: dict[int, tuple[Observation, SpikeState]] = {}
 
     def judge(
         self, optimizer: Optimizer, loss: Array | float | None, norm: Array | None, like: Callable[[], Array]
-    ) -> Judged | None:
+    ) -> Observation | None:
         """Judge a step on this rank; None if there is nothing to judge. A first window is made beside ``like()``."""
         found = [{"loss": loss, "norm": norm}[name] for name in self.rule.of]
         if all(value is None for value in found):
@@ -134,23 +134,23 @@ class Guard:
         told = self.rule.judge(state, values)
         known = [told[index] for index, value in enumerate(found) if value is not None]
         if on_host:
-            return Judged(position, values, Reason.SPIKE if any(map(bool, known)) else Reason.STEPPED)
+            return Observation(position, values, Reason.SPIKE if any(map(bool, known)) else Reason.STEPPED)
         is_spike = as_0d_array(xp, functools.reduce(xp.logical_or, known))
-        return Judged(position, values, xp.astype(is_spike, xp.int32))
+        return Observation(position, values, xp.astype(is_spike, xp.int32))
 
-    def learn(self, judged: Judged, reason: Reason | Array, put: _Put) -> None:
+    def learn(self, observation: Observation, reason: Reason | Array, put: _Put) -> None:
         """Let a window learn from a step, by the reason that the ranks agreed on or its number as a 0-d int32."""
         if isinstance(reason, Reason) and reason > Reason.SPIKE:
             return
-        old, values = self._windows[judged.window], judged.values
-        last, learned = self._learned.get(judged.window, (None, old))
-        if last is not judged:
+        old, values = self._windows[observation.window], observation.values
+        last, learned = self._learned.get(observation.window, (None, old))
+        if last is not observation:
             if not isinstance(reason, Reason):
                 xp = array_namespace(values)
                 values = xp.where(reason <= Reason.SPIKE, values, xp.full_like(values, xp.nan))
             learned = self.rule.learn(old, values, skipped=reason == Reason.SPIKE)
-            self._learned[judged.window] = judged, learned
-        self._windows[judged.window] = put(old, learned)
+            self._learned[observation.window] = observation, learned
+        self._windows[observation.window] = put(old, learned)
 
     def _position_of(self, optimizer: Optimizer, like: Callable[[], Array]) -> int:
         """Return the position of an optimizer's window; a new optimizer takes over one whose owner is gone."""

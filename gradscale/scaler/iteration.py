@@ -28,7 +28,7 @@ from gradscale.policies.dynamic import next_numbers
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict
-from gradscale.scaler.guard import Guard, Judged, Losses
+from gradscale.scaler.guard import Guard, Losses, Observation
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, Tally, UpdateReport, step_report
@@ -91,7 +91,7 @@ class Turn:
     by_closure = has_begun_to_step = is_declined = False
     refused = Reason.STEPPED
     code: Array | int = 0
-    judged: Judged | None = None
+    observation: Observation | None = None
 
     @property
     def is_over(self) -> bool:
@@ -411,9 +411,9 @@ class Iteration:
         loss, self.losses = self.losses.mean(), self.losses._replace(is_used=True)
         if turn.refused or turn.has_begun_to_step:
             return 0
-        turn.judged = guard.judge(optimizer, loss, norm, lambda: state.scale)
+        turn.observation = guard.judge(optimizer, loss, norm, lambda: state.scale)
         # Its reason is 0 or Reason.SPIKE, which is 1.
-        found: Array | int = 0 if turn.judged is None else turn.judged.reason
+        found: Array | int = 0 if turn.observation is None else turn.observation.reason
         return found * claims.reason_code(Reason.SPIKE, self.agreement.rank())
 
     def _tell_of_failure(self, optimizer: Optimizer) -> None:
@@ -444,9 +444,9 @@ class Iteration:
             raise self.agreement.failure
         if pending is None or not pending.is_begun:
             self.wrong_order(_INCOMPLETE)
-        if not pending.is_judged and self.guard is not None:
+        if pending.is_placeholder and self.guard is not None:
             self.mistakes.look_for_values(self.guard.rule.of, has_loss=False, has_norm=False)
-        if not pending.is_judged and turn.refused:
+        if pending.is_placeholder and turn.refused:
             pending.refuse(claims.reason_code(turn.refused, self.agreement.rank()))
         try:
             return pending.read()
@@ -458,7 +458,7 @@ class Iteration:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
-        if turn.refused and turn.pending is not None and not (turn.pending.is_judged or self.agreement.is_alone):
+        if turn.refused and turn.pending is not None and turn.pending.is_placeholder and not self.agreement.is_alone:
             self.wrong_order(
                 "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
                 "message tells the other ranks: let the framework's own flags skip the step on all ranks"
@@ -510,8 +510,8 @@ class Iteration:
         underflow = None if wanted is not None else self._underflow(verdicts)
         for turn in self.turns:
             # A window learns from no gradients that were only looked at, or that the user has stepped with.
-            if self.guard is not None and turn.is_over and turn.judged is not None and turn.pending is not None:
-                self.guard.learn(turn.judged, turn.pending.reason(), live.backend.put)
+            if self.guard is not None and turn.is_over and turn.observation is not None and turn.pending is not None:
+                self.guard.learn(turn.observation, turn.pending.reason(), live.backend.put)
         # Last, since Ctrl-C after it would let the next update adapt the state again.
         if wanted is not None:
             live.replace_scale(wanted)

@@ -26,7 +26,7 @@ class Pending:
       ``count``, ``skips``, ``held`` and ``reason`` answer with arrays of the device.
     - ``is_captured``, if a captured graph writes it at each replay: ``read`` anew each time, and never in ``known``.
     - ``override``, if a framework judges by itself: it returns 0-d, 0 for finite gradients, or None, and takes the
-      place of the count. It overrules no spike and no refusal. ``is_judged`` is false if nobody else has judged.
+      place of the count. It overrules no spike and no refusal. ``is_placeholder``: nobody else has judged.
 
     ``not_scaled``: the gradients of a rank that has never scaled a loss.
     """
@@ -34,8 +34,7 @@ class Pending:
     known: Verdict | None = None
     numbers: Numbers | None = None
     override: Callable[[], Array | None] | None = None
-    is_judged = True
-    is_late = is_captured = False
+    is_placeholder = is_late = is_captured = False
     _copy: HostRead | None = None
     # The reason without the overflow, and whose it is.
     _otherwise: tuple[Reason, int | None] = Reason.STEPPED, None
@@ -92,7 +91,7 @@ class Pending:
     @property
     def is_begun(self) -> bool:
         """Whether the gradients have been judged, by a framework at least."""
-        return self.is_judged or (self.override is not None and self.override() is not None)
+        return not self.is_placeholder or (self.override is not None and self.override() is not None)
 
     def read(self) -> Verdict:
         """Return the verdict, read now if it is not yet (one host read), or a framework's in its place."""
