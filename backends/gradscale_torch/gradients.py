@@ -326,7 +326,8 @@ def kernel_view(gradient: Tensor) -> Tensor:
     if tensor.layout == torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout in _COMPRESSED:
-        tensor = tensor.values()
+        # As views of these complex values have no real ones.
+        tensor = tensor.values().detach()
     if tensor.dtype.is_complex:
         # The conjugate of a lazily conjugated tensor is its memory as it stands, and a real factor commutes with it.
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)

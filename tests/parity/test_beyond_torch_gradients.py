@@ -187,9 +187,10 @@ def run_with(make, gradient, scale: float = 4.0, optimizer="SGD", **options) -> 
 
 
 @pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
-@pytest.mark.parametrize("bad", [False, True], ids=["finite", "inf"])
-def test_compressed_gradients_which_torch_refuses_are_unscaled(layout: str, bad: bool):
-    compressed = getattr(torch.eye(4).mul(4.0), f"to_sparse_{layout}")(*[(2, 2)] * layout.startswith("bs"))
+@pytest.mark.parametrize(("dtype", "bad"), [("float32", False), ("float32", True), ("complex64", False)])
+def test_compressed_gradients_which_torch_refuses_are_unscaled(layout: str, dtype: str, bad: bool):
+    dense = torch.eye(4, dtype=getattr(torch, dtype)).mul(4.0)
+    compressed = getattr(dense, f"to_sparse_{layout}")(*[(2, 2)] * layout.startswith("bs"))
     parameter = torch.nn.Parameter(compressed.clone())
     if bad:
         compressed.values().view(-1)[0] = math.inf
@@ -197,7 +198,7 @@ def test_compressed_gradients_which_torch_refuses_are_unscaled(layout: str, bad:
     run = Small(GradScaler("cpu", init_scale=4.0), lambda _: Holding([{"params": [parameter]}]))
     run.put(None)
     run.step()
-    expected = torch.eye(4)
+    expected = torch.eye(4, dtype=dense.dtype)
     expected[0, 0] = math.inf if bad else 1.0
     assert parameter.grad is compressed
     assert torch.equal(compressed.to_dense(), expected)
