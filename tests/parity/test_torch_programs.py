@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from axes import is_torch_2_6
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
-from small_torch import assert_same
+from small_torch import LAYOUTS, assert_same
 from tiers import examples, later
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedScaler
@@ -65,31 +65,6 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "int32", "int64", "uint8", "bool")
 
 
-def strided(dense):
-    room = torch.full((2 * dense.shape[0], 3 * dense.shape[1]), 7.0, dtype=dense.dtype)
-    room[::2, 1::3] = dense
-    return room[::2, 1::3]
-
-
-def twice(dense):
-    parts = [(0.25 * dense).to_sparse(), (0.75 * dense).to_sparse()]
-    indices, values = (torch.cat([getattr(part, name)() for part in parts], -1) for name in ("indices", "values"))
-    return torch.sparse_coo_tensor(indices, values, dense.shape)
-
-
-# What stores the values of a gradient in another way.
-LAYOUTS: dict[str, Callable[[Any], Any]] = {
-    "subclass": lambda dense: torch.nn.Parameter(dense.clone(), requires_grad=False),
-    "subclass-transposed": lambda dense: torch.nn.Parameter(dense.t().contiguous().t(), requires_grad=False),
-    "transposed": lambda dense: dense.t().contiguous().t(),
-    "strided": strided,
-    "sliced": lambda dense: torch.cat([dense, dense])[: len(dense)],
-    "offset": lambda dense: torch.cat([dense[0, :1], dense.flatten()])[1:].view(dense.shape),
-    "channels-last": lambda dense: dense[None, :, :, None].to(memory_format=torch.channels_last)[0, :, :, 0],
-    "coo": lambda dense: dense.to_sparse(),
-    "coo-rows": lambda dense: dense.to_sparse(1),
-    "coo-twice": twice,
-}
 DENSE = [name for name in LAYOUTS if not name.startswith("coo")]
 
 

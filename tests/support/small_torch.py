@@ -8,7 +8,7 @@ from typing import Any
 from axes_torch import GradScaler, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Count", "Group", "Small", "assert_same", "groups_in_use", "optimizer_of", "without_kernel"]
+__all__ = ["LAYOUTS", "Count", "Group", "Small", "assert_same", "groups_in_use", "optimizer_of", "without_kernel"]
 
 KERNEL = torch._amp_foreach_non_finite_check_and_unscale_
 
@@ -23,6 +23,33 @@ def without_kernel(*dtypes: str) -> Callable[..., None]:
         KERNEL(tensors, *rest)
 
     return kernel
+
+
+def strided(dense):
+    room = torch.full((2 * dense.shape[0], 3 * dense.shape[1]), 7.0, dtype=dense.dtype)
+    room[::2, 1::3] = dense
+    return room[::2, 1::3]
+
+
+def twice(dense):
+    parts = [(0.25 * dense).to_sparse(), (0.75 * dense).to_sparse()]
+    indices, values = (torch.cat([getattr(part, name)() for part in parts], -1) for name in ("indices", "values"))
+    return torch.sparse_coo_tensor(indices, values, dense.shape)
+
+
+# What stores the values of a gradient in another way.
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "subclass": lambda dense: torch.nn.Parameter(dense.clone(), requires_grad=False),
+    "subclass-transposed": lambda dense: torch.nn.Parameter(dense.t().contiguous().t(), requires_grad=False),
+    "transposed": lambda dense: dense.t().contiguous().t(),
+    "strided": strided,
+    "sliced": lambda dense: torch.cat([dense, dense])[: len(dense)],
+    "offset": lambda dense: torch.cat([dense[0, :1], dense.flatten()])[1:].view(dense.shape),
+    "channels-last": lambda dense: dense[None, :, :, None].to(memory_format=torch.channels_last)[0, :, :, 0],
+    "coo": lambda dense: dense.to_sparse(),
+    "coo-rows": lambda dense: dense.to_sparse(1),
+    "coo-twice": twice,
+}
 
 
 class Count(TorchDispatchMode):

@@ -1,0 +1,524 @@
+"""Gradients of every dtype and layout through unscale_, clipping and steps: as in float64, also where torch's fail."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import math
+import random
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from axes_torch import GradScaler, TorchScaler, torch
+from optimizers import Tree
+from small_torch import KERNEL, LAYOUTS, Small, optimizer_of
+from tiers import examples
+
+import gradscale
+from gradscale import CallOrderError, GradscaleError, InvalidTypeError, InvalidValueError, StaticScale
+from gradscale.testing import ThreadCollectives, run_ranks
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta state:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
+]
+
+explicit = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-step"])
+
+# Relative, of a norm and of what it has clipped.
+TOLERANCE = 1e-5
+REALS = ["float32", "float64", "bfloat16", "float16"]
+# The last is not joined with others for its norm.
+SHAPES = [(4, 6), (3,), (), (0,), (130, 130)]
+# Up to which powers of two gradients go; the squares of some overflow.
+POWERS = {"float16": 12, "float64": 480, "complex128": 480}
+SMALLEST_NORMAL = 2.0**-126
+LARGEST = torch.finfo(torch.float32).max
+
+
+class Holding:
+    """An optimizer of whatever it is given as ``param_groups``, which makes no steps."""
+
+    def __init__(self, param_groups):
+        self.param_groups = param_groups
+
+    def step(self):
+        """Do nothing."""
+
+
+def drawn(chance: random.Random, name: str, power: int, kind: str):
+    """Return a random gradient for a kind of optimizer."""
+    dtype, shape = getattr(torch, name), chance.choice(SHAPES)
+    generator = torch.Generator().manual_seed(chance.getrandbits(32))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    dense = (torch.randn(shape, generator=generator, dtype=wide) * 2.0**power).to(dtype)
+    if dtype.is_complex and chance.random() < 0.5:
+        return dense.conj()
+    if shape != (4, 6) or "fused" in kind:
+        return dense
+    if kind == "holding":
+        layout = chance.choice(["csr", "csc", "bsr", "bsc"])
+        return getattr(dense, f"to_sparse_{layout}")(*[(2, 2)] * layout.startswith("bs"))
+    return LAYOUTS[chance.choice(list(LAYOUTS))](dense)
+
+
+def values_of(gradient):
+    """Return what a gradient stores, which may be written."""
+    if gradient.layout == torch.strided:
+        return gradient
+    return gradient._values() if gradient.is_sparse else gradient.values().detach()
+
+
+def exact(gradient):
+    """Return a gradient as a dense one in float64, with the sums of duplicates that an optimizer sees."""
+    gradient = gradient.detach().resolve_conj()
+    wide = gradient.to(torch.complex128 if gradient.is_complex() else torch.float64).to_dense()
+    # Those of float16 are summed before they are divided.
+    return wide.half().double() if gradient.dtype is torch.float16 else wide
+
+
+def norm_of(gradients) -> float:
+    """Return the 2-norm of all, also where their squares overflow."""
+    largest = [one.abs().max().item() for one in gradients if one.numel()]
+    if not all(map(math.isfinite, largest)):
+        return math.nan if any(map(math.isnan, largest)) else math.inf
+    by = max(largest, default=0.0) or 1.0
+    return by * math.sqrt(sum((one / by).abs().square().sum().item() for one in gradients))
+
+
+class Case:
+    """Random gradients of an optimizer, and what is to become of them by float64."""
+
+    def __init__(self, seed: int):
+        chance = random.Random(seed)
+        choice, draw = chance.choice, chance.random
+        self.is_enabled, self.kind = draw() < 0.9, choice(["SGD", "SGD", "SGD-foreach", "SGD-fused", "holding"])
+        self.scale = choice([65536.0, 1000.0, 1.0, 0.75, 2.0**-10, 2.0**-83]) if self.is_enabled else 1.0
+        names = [choice(REALS)] if draw() < 0.6 else REALS + ["complex64", "complex128"] * ("fused" not in self.kind)
+        self.gradients = []
+        for name in (choice(names) for _ in range(choice([1, 1, 2, 5]))):
+            power = chance.randint(-60, POWERS.get(name, 120)) if draw() < 0.3 else round(math.log2(self.scale))
+            self.gradients.append(drawn(chance, name, power, self.kind))
+        filled = [one for one in map(values_of, self.gradients) if one.numel()]
+        if self.is_enabled and filled and draw() < 0.2:
+            target, bad = choice(filled), choice([math.inf, -math.inf, math.nan])
+            target[(0,) * target.dim()] = complex(1.0, bad) if target.is_complex() else bad
+        self.stored = [exact(one) for one in self.gradients]
+        unscaled = [one / self.scale for one in self.stored]
+        self.norm, self.factor, self.max_norm = norm_of(unscaled), 1.0, None
+        self.has_duplicates = any(one.is_sparse and not one.is_coalesced() for one in self.gradients)
+        if draw() < 0.5 and not self.has_duplicates:
+            self.max_norm = choice([0.0, 1.0, math.inf, self.norm / 2, self.norm * 2])
+            # The norm is a float32, and an infinite one is an overflow.
+            if self.norm < (LARGEST if self.is_enabled else math.inf):
+                self.factor = min(1.0, self.max_norm / (self.norm + 1e-6))
+            elif not self.norm < math.inf:
+                self.max_norm = 1.0
+        self.wanted = [one * self.factor for one in unscaled]
+        self.is_explicit = self.max_norm is not None or draw() < 0.5
+
+    def skips(self) -> bool | None:
+        """Return whether the step is skipped; None where it is a matter of rounding, or of squares in float64."""
+        if self.max_norm is not None and 0.99 < self.norm / LARGEST < 1.01:
+            return None
+        is_overflowing = not self.norm < (math.inf if self.max_norm is None else LARGEST)
+        for gradient, one in zip(self.gradients, self.wanted, strict=True):
+            size = largest(one) / torch.finfo(gradient.dtype).max
+            if 0.99 < size < 1.01:
+                return None
+            is_overflowing |= not size <= 1.0
+        if self.max_norm and not is_overflowing:
+            # The smallest factor that has all its bits in float32.
+            size = self.factor / self.scale * 2.0**126
+            if 0.99 < size < 1.01 or self.norm * self.scale > 1e150:
+                return None
+            is_overflowing = size < 1.0
+        return self.is_enabled and is_overflowing
+
+    def assert_close(self, index: int, found, sign: float = 1.0):
+        """Assert that a gradient is what it is to be, but for its rounding and that of the factor."""
+        unit, wanted = torch.finfo(self.gradients[index].dtype), sign * self.wanted[index]
+        # The reciprocal of a power of two is exact.
+        rounding = TOLERANCE if self.factor < 1.0 else 2.0**-24 * (math.frexp(self.scale)[0] != 0.5)
+        relative = (unit.eps / 2 + rounding) * 1.01
+        # Duplicates are rounded one by one.
+        allowed = wanted.abs() * relative * (1 + self.has_duplicates) + 2 * unit.smallest_normal * unit.eps
+        is_close = (exact(found) - wanted).abs() <= allowed
+        assert is_close[wanted.abs() <= unit.max].all(), f"gradient {index}: {found} is not {wanted}"
+
+
+def largest(one) -> float:
+    """Return the largest magnitude; NaN if there is one."""
+    return (torch.view_as_real(one) if one.is_complex() else one).abs().max().item() if one.numel() else 0.0
+
+
+def check(case: Case) -> str:
+    """Unscale, clip and step; return what has become of the step."""
+    scaler = GradScaler("cpu", init_scale=case.scale, enabled=case.is_enabled, allow_fp16_grads=True)
+    parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in case.gradients]
+    make = Holding if case.kind == "holding" else functools.partial(optimizer_of, case.kind)
+    optimizer = make([{"params": parameters}])
+    scaler.scale(torch.ones(()))
+    for parameter, gradient in zip(parameters, case.gradients, strict=True):
+        parameter.grad = gradient
+    if case.is_explicit:
+        norm = scaler.unscale_(optimizer, max_norm=case.max_norm)
+        if case.max_norm is None:
+            assert norm is None
+        else:
+            assert (norm.dtype, norm.shape, norm.requires_grad) == (torch.float32, (), False)
+            wanted = math.inf if case.norm > LARGEST else case.norm
+            assert norm.item() == pytest.approx(wanted, rel=TOLERANCE, nan_ok=True)
+    scaler.step(optimizer)
+    scaler.update()
+    report, skips = scaler.last_step(optimizer), case.skips()
+    if skips is None:
+        return "unclear"
+    assert (report.skipped, scaler.get_scale()) == (skips, case.scale / (1 + skips))
+    # What is left of those that a kernel divides by itself is no result, and of clipped ones that nobody steps with.
+    is_told = (case.is_explicit or "fused" not in case.kind) and not (skips and case.max_norm)
+    for index, (parameter, gradient) in enumerate(zip(parameters, case.gradients, strict=True)):
+        if is_told:
+            assert gradient.is_sparse or parameter.grad is gradient
+            case.assert_close(index, parameter.grad)
+        if skips or case.kind == "holding":
+            assert not values_of(parameter.detach()).any()
+        elif "fused" not in case.kind or gradient.itemsize > 2:
+            # torch's fused kernel of the CPU leaves most large half-precision parameters where they are.
+            case.assert_close(index, parameter, -1.0)
+    if skips and not case.max_norm:
+        # A kernel that skips leaves finite gradients whose quotients are not, and so may a norm.
+        found = sum(not values_of(parameter.grad).isfinite().all() for parameter in parameters)
+        assert report.nonfinite == (found if is_told and case.max_norm is None else max(1, found))
+    return report.reason
+
+
+def test_random_gradients_are_unscaled_clipped_judged_and_stepped_with_as_in_float64():
+    seen = collections.Counter()
+    for seed in range(examples(2000)):
+        case = Case(seed)
+        try:
+            seen[check(case)] += 1
+        except AssertionError as difference:
+            difference.add_note(f"seed {seed}: {case.kind}, scale {case.scale}, {case.max_norm=}, {case.is_explicit=}")
+            raise
+    assert min(seen["stepped"], seen["overflow"], seen["disabled"]) > sum(seen.values()) / 20
+
+
+def test_a_factor_that_is_one_bit_too_large_is_found(monkeypatch: pytest.MonkeyPatch):
+    def inexact(tensors, flag, factor):
+        KERNEL(tensors, flag, factor * (1 + 2.0**-23))
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", inexact)
+    with pytest.raises(AssertionError, match="gradient 0"):
+        collections.deque(map(check, map(Case, range(50))), maxlen=0)
+
+
+# Clipping.
+
+
+def test_float16_gradients_are_clipped_where_optax_makes_zeros_of_them():
+    """Their norm, 109,545, is above the largest float16; the factor is not."""
+    jnp, optax = require("jax").numpy, require("optax")
+    values = np.full(30_000, 200.0, np.float16)
+    norm_wanted = 200.0 * math.sqrt(10 * values.size)
+    arrays = [jnp.asarray(values) for _ in range(10)]
+    clip_by_norm = optax.clip_by_global_norm(1.0)
+    assert not any(array.any() for array in clip_by_norm.update(arrays, clip_by_norm.init(arrays))[0])
+    optimizer, scaler = Tree(arrays), gradscale.GradScaler(policy=StaticScale(1.0))
+    scaler.scale(jnp.ones(()))
+    assert float(scaler.unscale_(optimizer, max_norm=1.0)) == pytest.approx(norm_wanted)
+    for array in optimizer.grads:
+        np.testing.assert_array_max_ulp(np.asarray(array), np.full_like(values, 200.0 / norm_wanted))
+    tx = importlib.import_module("gradscale_jax").scaled(clip_by_norm, StaticScale(1.0), dtype=jnp.float32)
+    for array in tx.update(arrays, tx.init(arrays))[0]:
+        np.testing.assert_allclose(np.asarray(array), 200.0 / norm_wanted, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+def test_an_optimizer_without_gradients_has_the_norm_zero(enabled: bool):
+    run = Small(GradScaler("cpu", enabled=enabled))
+    run.put(None)
+    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == 0.0
+    # A step without gradients is torch's error, with a norm of them or without.
+    with pytest.raises(AssertionError, match="none of whose") if enabled else nullcontext():
+        run.scaler.step(run.optimizer)
+    assert run.report.skipped is enabled
+
+
+def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched():
+    run = Small(GradScaler("cpu", init_scale=8.0), size=4)
+    run.put(torch.sparse_coo_tensor([[1, 1]], [8.0, 16.0], (4,)))
+    with pytest.raises(InvalidValueError, match="coalesce"):
+        run.scaler.unscale_(run.optimizer, max_norm=1.0)
+    assert run.parameter.grad._values().tolist() == [8.0, 16.0]
+    run.parameter.grad = run.parameter.grad.coalesce()
+    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == 3.0
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
+
+
+def test_plain_gradients_over_a_group_are_clipped_as_the_refusal_says():
+    def rank(group: ThreadCollectives) -> list[list[float]]:
+        run = Small(GradScaler("cpu", group=group), size=1)
+        run.give(3.0)
+        with pytest.raises(InvalidValueError, match=r"Call unscale_\(optimizer\), and then"):
+            run.scaler.unscale_(run.optimizer, max_norm=1.0)
+        run.scaler.unscale_(run.optimizer)
+        torch.nn.utils.clip_grad_norm_(run.parameters, 1.0)
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        return [[round(value, 5) for value in values] for values in run.held]
+
+    assert run_ranks(2, rank) == [[[-1.0]], [[-1.0]]]
+
+
+class Mesh:
+    """What looks to the adapter like a mesh of threads, and like the group over its ranks."""
+
+    def __init__(self, place: int, held: list[Any], meeting: threading.Barrier):
+        self.mesh = torch.arange(len(held))
+        self._place, self._held, self._meeting = place, held, meeting
+
+    def get_coordinate(self) -> list[int]:
+        return [self._place]
+
+    def rank(self) -> int:
+        return self._place
+
+    def size(self) -> int:
+        return len(self._held)
+
+    def allreduce(self, tensors: list[Any], options):
+        self._held[self._place] = tensors[0].clone()
+        self._meeting.wait(20.0)
+        gathered = torch.stack(self._held)
+        self._meeting.wait(20.0)
+        tensors[0].copy_(gathered.sum(0) if options.reduceOp == torch.distributed.ReduceOp.SUM else gathered.amax(0))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def clipped_on(values: tuple[float, float], placement) -> list[tuple[float, int, int]]:
+    """Return on two ranks the norm of DTensors that hold these values, and how many are not finite."""
+    held, meeting = [None] * 2, threading.Barrier(2)
+
+    def rank(group: ThreadCollectives) -> tuple[float, int, int]:
+        run = Small(GradScaler("cpu", init_scale=0.5), size=1)
+        run.give(values[group.rank])
+        run.parameter.device_mesh = run.parameter.grad.device_mesh = Mesh(group.rank, held, meeting)
+        run.parameter.grad.placements = (placement,)
+        norm = run.scaler.unscale_(run.optimizer, max_norm=100.0).item()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        return norm, run.report.nonfinite, run.report.local_nonfinite
+
+    return run_ranks(2, rank)
+
+
+def test_the_norm_of_dtensors_is_that_of_all_parts_and_of_one_copy():
+    from torch.distributed.tensor import Replicate, Shard
+
+    assert clipped_on((3.0, 4.0), Shard(0)) == [(5.0, 0, 0)] * 2
+    # Which differ here to tell which of them counts.
+    assert clipped_on((3.0, 4.0), Replicate()) == [(3.0, 0, 0)] * 2
+
+
+# The last two are finite, and their norm is not one of float32.
+@pytest.mark.parametrize("values", [(math.inf, 4.0), (3.0, math.inf), (1.7e38, 3e38)], ids=str)
+def test_of_the_parts_of_a_norm_the_rank_is_told_whose_is_too_large(values: tuple[float, float]):
+    from torch.distributed.tensor import Shard
+
+    assert clipped_on(values, Shard(0)) == [(math.inf, 1, int(value > 2e38)) for value in values]
+
+
+# What torch refuses, or unscales wrongly.
+
+
+def pair(**options) -> list[Small]:
+    """Return a run with torch's scaler and one with ours, of scale 4."""
+    return [Small(make("cpu", init_scale=4.0), **options) for make in (TorchScaler, GradScaler)]
+
+
+@explicit
+def test_float16_gradients_are_refused_as_by_torch_and_taken_by_choice(explicit: bool):
+    dtypes = ["float32", "float16"]
+    for run in pair(dtypes=dtypes):
+        run.put(12.0)
+        call = run.scaler.unscale_ if explicit else run.scaler.step
+        with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
+            call(run.optimizer)
+        # Nothing has been unscaled, and it can be tried again.
+        assert [parameter.grad.tolist() for parameter in run.parameters] == [[12.0, 12.0]] * 2
+        assert run.scaler._per_optimizer_states[id(run.optimizer)]["stage"].name == "READY"
+        run.parameters[1].grad = None
+        call(run.optimizer)
+
+
+def test_integer_gradients_are_refused_before_anything_is_unscaled():
+    _, run = pair()
+    run.put(8.0)
+    integers = torch.zeros(2, dtype=torch.int32)
+    integers.grad = torch.full_like(integers, 8)
+    run.optimizer.param_groups[0]["params"].append(integers)
+    with pytest.raises(InvalidTypeError, match=r"floating or complex dtype.*got torch\.int32"):
+        run.scaler.unscale_(run.optimizer)
+    assert (run.parameter.grad.tolist(), integers.grad.tolist()) == ([8.0, 8.0], [8, 8])
+
+
+@pytest.mark.parametrize("is_recording", [True, False], ids=["recording", "not recording"])
+def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording: bool):
+    _, run = pair()
+    weight = run.parameter
+    # As after backward(create_graph=True).
+    run.put((weight + 1) * 8.0)
+    before = weight.grad.grad_fn
+    with torch.set_grad_enabled(is_recording):
+        norm = run.scaler.unscale_(run.optimizer, max_norm=1e9)
+        assert torch.is_grad_enabled() is is_recording
+    assert not norm.requires_grad
+    assert weight.grad.tolist() == [2.0] * 2
+    assert weight.grad.grad_fn is before
+
+
+@explicit
+@pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
+def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_decides(variant: str, explicit: bool):
+    # torch's steps a fused one.
+    scaler = GradScaler("cpu", init_scale=4.0)
+    empty, full = (Small(scaler, variant, size=1) for _ in range(2))
+    full.put(math.inf)
+    if explicit:
+        scaler.unscale_(empty.optimizer)
+    with pytest.raises(CallOrderError, match="none of whose parameters has a gradient"):
+        scaler.step(empty.optimizer)
+    full.step()
+    assert scaler.get_scale() == 2.0
+    assert [run.report.reason for run in (empty, full)] == ["no gradients", "overflow"]
+    assert not hasattr(empty.optimizer, "found_inf")
+    empty.iterate(1.0)
+    assert empty.held == [[-1.0]]
+
+
+@explicit
+@pytest.mark.parametrize("shared", ["parameter", "gradient"])
+def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(shared: str, explicit: bool):
+    for run, expected in zip(pair(count=2), (1.0, 4.0), strict=True):
+        run.put(*[torch.full((2,), 16.0)] * 2)
+        if shared == "gradient":
+            run.parameters[1].grad = run.parameter.grad
+        else:
+            run.optimizer.param_groups[0]["params"][1] = run.parameter
+        run.step(explicit=explicit)
+        assert run.parameter.grad.tolist() == [expected] * 2
+
+
+def test_a_gradient_that_two_parameters_come_to_share_is_unscaled_once():
+    _, run = pair(count=2)
+    for is_shared in (False, True):
+        run.put(16.0)
+        if is_shared:
+            run.parameters[1].grad = run.parameter.grad
+        run.step()
+        assert [parameter.grad.tolist() for parameter in run.parameters] == [[4.0] * 2] * 2
+
+
+@pytest.mark.parametrize("bad", ["weights", 3, None, ("name", 1.0)], ids=["text", "int", "none", "named"])
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_a_parameter_that_is_no_tensor_is_an_assertion_at_torchs_and_named_at_ours(bad, call: str):
+    for run, error in zip(pair(), (AssertionError, InvalidTypeError), strict=True):
+        run.put(1.0)
+        # torch 2.6 says nothing.
+        said = None if error is AssertionError else f"got {type(bad).__name__}"
+        with pytest.raises(error, match=said) as caught:
+            getattr(run.scaler, call)(Holding([{"params": [run.parameter, bad]}]))
+        assert run.parameter.grad.tolist() == [1.0, 1.0]
+    assert repr(bad) in str(caught.value)
+    assert "Holding" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [*map(Holding, [None, 3, [3], [{}], [{"params": 3}]]), object()])
+def test_what_has_no_parameters_is_an_error_that_says_so(wrong):
+    _, run = pair()
+    run.put(1.0)
+    with pytest.raises(InvalidTypeError, match="param_groups"):
+        run.scaler.unscale_(wrong)
+
+
+def run_with(gradient, scale: float = 4.0) -> Small:
+    """Return a run of a parameter like this gradient, which is its scaled one, at some scale."""
+    scaler = GradScaler("cpu", init_scale=scale, allow_fp16_grads=True)
+    run = Small(scaler, dtypes=[str(gradient.dtype).partition(".")[2]])
+    run.parameter.data = torch.zeros(gradient.shape, dtype=gradient.dtype)
+    run.put(gradient)
+    return run
+
+
+@explicit
+@pytest.mark.parametrize(
+    ("dtype", "value", "scale", "weight"),
+    # One that overflows only before it is divided is none, but float16 is summed before.
+    [
+        *[("float32", 3e38, 1.0, 0.0), ("float32", 3e38, 4.0, -1.5e38)],
+        *[("float16", 60000.0, 4.0, 0.0), ("float16", 20000.0, 4.0, -10000.0)],
+    ],
+)
+def test_duplicates_are_judged_by_their_sum(dtype: str, value: float, scale: float, weight: float, explicit: bool):
+    values = torch.tensor([value, value, 4.0], dtype=getattr(torch, dtype))
+    run = run_with(torch.sparse_coo_tensor([[1, 1, 2]], values, (4,)), scale)
+    run.step(explicit=explicit)
+    assert run.held == [[0.0, pytest.approx(weight), -1.0 if weight else 0.0, 0.0]]
+    assert (run.report.nonfinite, run.scaler.get_scale()) == ((0, scale) if weight else (1, scale / 2))
+
+
+def test_gradients_that_overlap_themselves_are_refused():
+    run = run_with(torch.full((4,), 16.0).as_strided((3, 2), (1, 1)))
+    with pytest.raises(InvalidValueError, match="overlaps itself"):
+        run.scaler.unscale_(run.optimizer)
+    with pytest.raises(GradscaleError):
+        run.scaler.step(run.optimizer)
+    assert run.parameter.eq(0).all()
+
+
+def test_after_gradients_that_were_unscaled_in_part_no_step_is_made():
+    run = Small(GradScaler("cpu", init_scale=4.0), dtypes=["float64", "float32"])
+    # Gradients are looked at thoroughly when they are met first, before any is unscaled.
+    run.put(0.0, None)
+    run.step()
+    run.put(16.0, torch.full((1,), 16.0).expand(2))
+    with pytest.raises(InvalidValueError, match="overlaps itself"):
+        run.scaler.unscale_(run.optimizer)
+    run.parameters[1].grad = torch.full((2,), 16.0)
+    # A look at the verdict makes none.
+    assert run.scaler._per_optimizer_states[id(run.optimizer)]["found_inf_per_device"] == {}
+    scaler = run.scaler
+    for call in (scaler.step, scaler.unscale_, scaler._check_inf_per_device, lambda _: scaler.update()):
+        with pytest.raises(CallOrderError, match="could not be unscaled completely"):
+            call(run.optimizer)
+    assert run.held == [[0.0, 0.0]] * 2
+    scaler.load_state_dict(scaler.state_dict())
+
+
+@explicit
+def test_ctrl_c_in_a_look_at_gradients_changes_nothing(explicit: bool, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    run = Small(GradScaler("cpu"))
+    run.give(1.0)
+    if explicit:
+        run.scaler.unscale_(run.optimizer)
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.scaler._check_inf_per_device(run.optimizer)
+    monkeypatch.undo()
+    run.step()
+    assert run.held == [[-1.0, -1.0]]
