@@ -24,9 +24,13 @@ explicit = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unsc
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch):
-    """Treat tensors of the host like those of a device, which make the host wait."""
-    monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: True)
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Treat tensors of the host like those of a device, which make the host wait, or not, as the test says."""
+    is_late = getattr(request, "param", True)
+    monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: is_late)
+
+
+late_or_not = pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"], indirect=True)
 
 
 # The scale.
@@ -65,39 +69,6 @@ def test_a_run_as_long_as_a_new_interval_never_grows_at_torchs_and_at_once_at_ou
     assert scales == ([4.0] * 4 if kind is TorchScaler else [8.0, 8.0, 16.0, 16.0])
 
 
-@explicit
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-@pytest.mark.parametrize("scale", [2.0**-10, 0.001], ids=["power-of-two", "other"])
-def test_a_gradient_that_overflows_when_divided_and_ruins_the_weights_at_torchs_is_skipped(
-    scale: float, name: str, variant: str, explicit: bool
-):
-    run = Small(GradScaler("cpu", scale), f"{name}-{variant}", start=1.0, lr=0.5)
-    run.put(torch.tensor([1e37, 0.0]))
-    run.step(explicit=explicit)
-    assert run.held == [[1.0, 1.0]]
-    assert run.scaler.get_scale() == pytest.approx(scale / 2)
-    assert (run.report.skipped, run.report.nonfinite) == (True, 1)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scale", [2.0**-10, 0.3])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ordinary_gradients_at_a_scale_below_one_are_stepped_with(variant: str, scale: float, dtype: str):
-    seen = []
-    for make in BOTH:
-        run = Small(
-            make("cpu", scale, growth_interval=2), f"AdamW-{variant}", size=64, start=1.0, dtypes=[dtype], lr=0.5
-        )
-        empty = torch.nn.Parameter(torch.ones(0))
-        empty.grad = torch.ones(0)
-        run.optimizer.param_groups[0]["params"].append(empty)
-        for gradient in (3.0, -1.0, math.inf, 2.0):
-            run.iterate(gradient * torch.linspace(0.1, 3.0, 64))
-        seen.append([run.parameter, run.optimizer.state_dict(), *run.state])
-    assert_same(*seen)
-
-
 @pytest.mark.parametrize("new_scale", [0.0, -1.0, math.inf, math.nan, 1e-40])
 def test_scales_that_ruin_the_run_at_torchs_are_refused(new_scale: float):
     run = Small(GradScaler("cpu"))
@@ -117,39 +88,18 @@ def test_scales_that_ruin_the_run_at_torchs_are_refused(new_scale: float):
 # Fused optimizers.
 
 
-class Watching:
-    """An optimizer of torch's new convention, which records what it is given, and may overwrite that, or raise."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, parameters: list[Any], raises: bool = False, spoils: bool = False):
-        self.param_groups = [{"params": parameters}]
-        self.seen: list[tuple[Any, Any]] = []
-        self._raises = raises
-        self._spoils = spoils
-
-    def step(self) -> str:
-        """Record the attributes."""
-        pair = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
-        self.seen.append(tuple(None if value is None else value.clone() for value in pair))  # type: ignore[arg-type]
-        if self._spoils:
-            for value in pair:
-                value.fill_(7.0)
-        if self._raises:
-            msg = "the optimizer failed"
-            raise RuntimeError(msg)
-        return "called"
+def fail():
+    msg = "the optimizer failed"
+    raise RuntimeError(msg)
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "late"])
+@late_or_not
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("preset", [False, True], ids=["none-before", "preset"])
 @explicit
-def test_a_fused_step_that_raises_leaves_no_attributes_behind(
-    request: pytest.FixtureRequest, explicit: bool, preset: bool, is_late: bool
-):
-    if is_late:
-        request.getfixturevalue("late")
-    run = Small(GradScaler("cpu"), lambda parameters: Watching(parameters, raises=True))
+def test_a_fused_step_that_raises_leaves_no_attributes_behind(explicit: bool, preset: bool):
+    run = Small(GradScaler("cpu"), "SGD-fused")
+    run.optimizer.step = fail
     if preset:
         run.optimizer.grad_scale = torch.tensor(3.0)
     with pytest.raises(RuntimeError, match="the optimizer failed"):
@@ -173,13 +123,11 @@ def test_ctrl_c_anywhere_in_a_step_leaves_a_scaler_and_an_optimizer_that_can_be_
 
 @pytest.mark.parametrize("options", [{}, {"hysteresis": 2}, {"tolerance": 0.5}], ids=str)
 @pytest.mark.parametrize("gradient", [1.0, math.inf], ids=["finite", "inf"])
-@pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
+@pytest.mark.parametrize(("optimizer", "late"), [("SGD", False), ("SGD-fused", True)], indirect=["late"])
+@pytest.mark.usefixtures("late")
 def test_ctrl_c_anywhere_in_an_update_that_is_made_again_moves_the_scale_once(
-    request: pytest.FixtureRequest, options: dict[str, Any], gradient: float, optimizer: str
+    options: dict[str, Any], gradient: float, optimizer: str
 ):
-    if "fused" in optimizer:
-        request.getfixturevalue("late")
-
     def begin():
         policy = gradscale.DynamicScale(init_scale=4.0, growth_interval=1, **options)
         run = Small(GradScaler("cpu", policy=policy), optimizer)
@@ -199,31 +147,6 @@ def test_ctrl_c_anywhere_in_an_update_that_is_made_again_moves_the_scale_once(
         assert found | {"counts": None} == expected | {"counts": None}
 
 
-@explicit
-@pytest.mark.parametrize("gradient", [1.0, math.inf], ids=["finite", "inf"])
-@pytest.mark.parametrize("scale", [5.0, 0.3])
-def test_fused_optimizers_are_given_what_torch_gives_them(scale: float, gradient: float, explicit: bool):
-    seen = []
-    for make in BOTH:
-        run = Small(make("cpu", scale), Watching)
-        returned = run.iterate(gradient, explicit=explicit)
-        run.optimizer.grad_scale = torch.tensor(3.0)
-        run.iterate(gradient, explicit=explicit)
-        values = [[None if value is None else float(value) for value in pair] for pair in run.optimizer.seen]
-        kinds = [type(found) for _, found in run.optimizer.seen]
-        seen.append([returned, values, kinds, run.parameter.grad, run.scaler.get_scale()])
-    assert_same(*seen)
-
-
-def test_a_fused_optimizer_cannot_change_the_scale_or_the_verdict_through_what_it_is_given():
-    for make in BOTH:
-        run = Small(
-            make("cpu", init_scale=16.0, growth_interval=1), lambda parameters: Watching(parameters, spoils=True)
-        )
-        run.iterate(1.0)
-        assert run.scaler.get_scale() == 32.0, make
-
-
 def test_what_several_devices_have_found_is_exactly_one():
     # At torch's it is their sum, and fused kernels skip at exactly 1.
     run = Small(GradScaler("cpu"), "SGD-fused", start=1.0)
@@ -235,22 +158,11 @@ def test_what_several_devices_have_found_is_exactly_one():
     assert run.held == [[1.0, 1.0]]
 
 
-@pytest.mark.parametrize("gradients", [2, 3], ids=["2-dtypes", "3-dtypes"])
-def test_several_dtypes_that_overflow_make_one_verdict_of_exactly_one(gradients: int):
-    run = Small(GradScaler("cpu"), Watching, dtypes=["float32", "float64", "bfloat16"][:gradients])
-    run.iterate(math.inf)
-    [(_, found)] = run.optimizer.seen
-    assert (found.item(), found.dtype, found.shape) == (1.0, torch.float32, ())
-    assert run.report.nonfinite == gradients
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@late_or_not
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("settings", [{}, {"dampening": 0.5}, {"nesterov": True}], ids=str)
-def test_after_a_first_fused_step_that_was_skipped_the_next_one_is_the_first(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], late: bool
-):
+def test_after_a_first_fused_step_that_was_skipped_the_next_one_is_the_first(settings: dict[str, Any]):
     # Torch allocates the momentum before the kernel that skips, and then takes it for filled; here it is all NaN.
-    monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: late)
     seen = []
     torch.use_deterministic_algorithms(True)
     try:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from axes_torch import torch
-from small_torch import Small, assert_same
 
 from gradscale import GradscaleError, InvalidTypeError, InvalidValueError
 
@@ -116,40 +115,7 @@ def test_factors_that_torchs_refuses_are_refused_if_it_is_enabled(pair: Pair, na
         assert not make("cpu", enabled=False, **{name: value}).is_enabled()
 
 
-def test_a_disabled_scaler_passes_everything_through_as_torchs_does(makers: list[Any]):
-    seen = []
-    for make in makers:
-        scaler = make(enabled=False, init_scale=0.0, growth_interval=0)
-        run = Small(scaler, start=1.0)
-        run.put(torch.tensor([0.5, float("inf")]))
-        for outputs in (torch.ones(2), [torch.ones(())], {"a": 1}, "text", None, 3, iter([1])):
-            assert scaler.scale(outputs) is outputs
-        told = [
-            *[scaler.unscale_(run.optimizer) for _ in range(2)],
-            scaler.step(run.optimizer),
-            scaler.step(run.optimizer, lambda: torch.full((), 7.0)),
-            scaler.step(run.optimizer, closure=lambda: torch.full((), 8.0)),
-            *[scaler.update(*arguments) for arguments in ((), (3.0,), ("nonsense",))],
-            *[scaler.load_state_dict(state) for state in ({}, {"scale": 2.0})],
-            *[run.state, scaler.is_enabled(), scaler.state_dict(), scaler._enabled, scaler._device],
-        ]
-        seen.append([told, run.parameter, run.parameter.grad])
-    assert_same(*seen)
-
-
 # scale().
-
-
-@pytest.mark.parametrize("make_iterable", [iter, set], ids=["iterator", "set"])
-def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(makers: list[Any], make_iterable):
-    for make in makers:
-        scaler = make(init_scale=4.0)
-        lazy = scaler.scale(make_iterable([torch.ones(()), torch.ones(())]))
-        assert iter(lazy) is lazy
-        assert scaler._scale is None
-        assert next(lazy).item() == 4.0
-        assert scaler._scale.item() == 4.0
-        assert [each.item() for each in lazy] == [4.0]
 
 
 Two = collections.namedtuple("Two", "first second")
