@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axes_torch import GradScaler, torch
+from host_cuda import on_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["LAYOUTS", "Count", "Group", "Small", "assert_same", "groups_in_use", "optimizer_of", "without_kernel"]
@@ -145,8 +146,8 @@ class Small:
 
     @property
     def held(self):
-        """Return what the parameters hold."""
-        return [parameter.tolist() for parameter in self.parameters]
+        """Return what the parameters hold, on whatever device."""
+        return [on_host(parameter).tolist() for parameter in self.parameters]
 
     @property
     def state(self) -> tuple[float, int]:
