@@ -13,7 +13,6 @@ from gradscale import (
     DynamicScale,
     InvalidTypeError,
     InvalidValueError,
-    ScaleDesyncError,
     SkipSpikes,
     StaticScale,
 )
@@ -94,28 +93,6 @@ def test_a_spike_that_is_not_one_value_is_refused(spike):
         gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, spike=spike)
     for one in (True, np.True_, np.asarray(True), jnp.asarray(True)):
         assert bool(gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, spike=one).spike)
-
-
-@pytest.mark.parametrize("mapped", ["vmap", "pmap", "scan"])
-def test_stacked_verdicts_are_checked(mapped: str):
-    def verdict(tracker):
-        state = POLICY.init(jnp.zeros(()))._replace(growth_tracker=tracker)
-        return gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, None if mapped == "scan" else "ranks")
-
-    trackers = jnp.asarray([3, 5, 3, 4], dtype=jnp.int32)
-    if mapped == "scan":
-        _, verdicts = jax.lax.scan(lambda carry, tracker: (carry, verdict(tracker)), None, trackers)
-        verdicts.check(POLICY)
-        # As a scan over steps that agreed gives them.
-        verdicts = verdicts._replace(
-            desynced=jnp.asarray([False, True, False, False]), highest=verdicts.highest.at[1, 1].set(9)
-        )
-        expected = "growth_tracker from 5 to 9"
-    else:
-        verdicts = (jax.vmap if mapped == "vmap" else jax.pmap)(verdict, axis_name="ranks")(trackers)
-        expected = "growth_tracker from 3 to 5"
-    with pytest.raises(ScaleDesyncError, match=expected):
-        verdicts.check(POLICY)
 
 
 @pytest.mark.tier("quick")

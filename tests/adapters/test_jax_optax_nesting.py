@@ -47,23 +47,35 @@ MASKED = {"a": True, "b": False}
 BY_NAME = {"a": "x", "b": "y"}
 
 
-def test_masks_and_partitions_outside_are_refused_also_of_a_restored_state():
-    for tx in (optax.masked(ONE, MASKED), optax.partition({"x": ONE, "y": SGD}, BY_NAME)):
-        with pytest.raises(gradscale.InvalidValueError, match=r"still scaled.*scaled\(optax.masked"):
-            tx.init(PARAMS)
-    restored = optax.MaskedState(inner_state=ONE.init(PARAMS))
-    with pytest.raises(gradscale.InvalidValueError, match="MaskedNode"):
-        optax.masked(ONE, MASKED).update(PARAMS, restored, PARAMS)
+HALF, WIDE, RESTORED = {"a": jnp.ones((), jnp.bfloat16)}, {"a": jnp.ones(())}, optax.MaskedState(ONE.init(PARAMS))
+TEXTS = scaled(optax.stateless(lambda updates, _: dict.fromkeys(updates, "0.1")))
+IN_ADAM = scaled(optax.adam(1.0))
+VALUE, TYPE, ORDER = gradscale.InvalidValueError, gradscale.InvalidTypeError, gradscale.CallOrderError
+REFUSED = {
+    "in masked": (VALUE, lambda: optax.masked(ONE, MASKED).init(PARAMS), r"still scaled.*scaled\(optax.masked"),
+    "in a part": (VALUE, lambda: optax.partition({"x": ONE, "y": SGD}, BY_NAME).init(PARAMS), r"still scaled.*masked"),
+    "restored": (VALUE, lambda: optax.masked(ONE, MASKED).update(PARAMS, RESTORED, PARAMS), "MaskedNode"),
+    "in another": (VALUE, lambda: scaled(ONE).init(PARAMS), "twice"),
+    "in a chain": (VALUE, lambda: scaled(optax.chain(optax.identity(), ONE)).init(PARAMS), "twice"),
+    "in MultiSteps": (VALUE, lambda: scaled(optax.MultiSteps(ONE, 2)).init(PARAMS), "twice"),
+    "integers": (VALUE, lambda: scaled(SGD, dtype=jnp.int32).init(HALF), "dtype must be a real floating dtype"),
+    "no state": (TYPE, lambda: IN_ADAM.update(HALF, optax.EmptyState(), HALF), "the state must be the one"),
+    "a text": (TYPE, lambda: IN_ADAM.update({"a": "text"}, IN_ADAM.init(HALF), HALF), "array"),
+    "wide": (TYPE, lambda: IN_ADAM.update(WIDE, IN_ADAM.init(HALF), HALF), "got float32 .* bfloat16 .*=jnp.float32"),
+    "texts": (TYPE, lambda: TEXTS.update(HALF, TEXTS.init(HALF)), "an update of tx cannot be read, got TypeError"),
+    "no axis": (ORDER, lambda: scaled(SGD, axis_name="data").update(HALF, ONE.init(HALF), HALF), "not bound"),
+} | {
+    type(tx).__name__: (TYPE, lambda tx=tx: scaled(tx), r"tx must be an optax.GradientTransformation.*got")
+    for tx in (None, "adam", 0.1, POLICY)
+}
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [ONE, optax.chain(optax.identity(), ONE), optax.MultiSteps(ONE, 2)],
-    ids=["scaled", "chain", "MultiSteps"],
-)
-def test_one_in_another_is_refused(inner):
-    with pytest.raises(gradscale.InvalidValueError, match="twice"):
-        scaled(inner).init(PARAMS)
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(what: str):
+    error, call, message = REFUSED[what]
+    with pytest.raises(error, match=message):
+        call()
 
 
 NESTS = {
@@ -99,27 +111,6 @@ def test_no_state_and_several_states_are_errors_that_name_the_number():
         ):
             with pytest.raises(gradscale.InvalidValueError, match=got):
                 read(wrong)
-
-
-@pytest.mark.parametrize("tx", [None, "adam", 0.1, POLICY], ids=["None", "name", "rate", "policy"])
-def test_something_else_than_a_transformation_is_refused(tx):
-    with pytest.raises(gradscale.InvalidTypeError, match=r"tx must be an optax.GradientTransformation.*got"):
-        scaled(tx)
-
-
-def test_a_dtype_or_state_or_gradient_that_does_not_fit_is_refused():
-    params = {"a": jnp.ones((), jnp.bfloat16)}
-    tx = scaled(optax.adam(1.0))
-    with pytest.raises(gradscale.InvalidValueError, match="dtype must be a real floating dtype"):
-        scaled(SGD, dtype=jnp.int32).init(params)
-    with pytest.raises(gradscale.InvalidTypeError, match="the state must be the one"):
-        tx.update(params, optax.EmptyState(), params)
-    with pytest.raises(gradscale.InvalidTypeError, match="array"):
-        tx.update({"a": "text"}, tx.init(params), params)
-    with pytest.raises(gradscale.InvalidTypeError, match=r"got float32 .* bfloat16 .*dtype=jnp.float32"):
-        tx.update({"a": jnp.ones((), jnp.float32)}, tx.init(params), params)
-    with pytest.raises(gradscale.CallOrderError, match="not bound"):
-        scaled(SGD, axis_name="data").update(params, tx.init(params), params)
 
 
 def test_the_variables_of_nnx_are_taken_off():

@@ -57,6 +57,8 @@ def assert_same_bits(left, right):
         where = jax.tree_util.keystr(path)
         a, b = np.asarray(a), np.asarray(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), where
+        if a.dtype == jnp.bfloat16:
+            a, b = a.astype(np.float32), b.astype(np.float32)
         if a.dtype.kind == "f":
             np.testing.assert_array_equal(np.signbit(a), np.signbit(b), err_msg=where)
         np.testing.assert_array_equal(a, b, err_msg=where)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import math
 import pickle
 import random
@@ -56,7 +57,7 @@ INNER: dict[str, Any] = {
     "watching": watching(),
     "several steps": optax.MultiSteps(watching(), every_k_schedule=2),
     "masked": optax.masked(MOMENTUM, {"weight": True, "bias": False}),
-    "partitioned": optax.partition({"a": ADAM, "b": MOMENTUM}, {"weight": "a", "bias": "b"}),
+    "partitioned": optax.partition({"a": MOMENTUM, "b": optax.sgd(0.25)}, {"weight": "a", "bias": "b"}),
     "no arrays of JAX": optax.stateless(lambda *_: CONSTANT),
     "adamw with a schedule": optax.adamw(optax.cosine_decay_schedule(0.1, 8)),
     "clipped": optax.chain(optax.clip_by_global_norm(4.0), ADAM),
@@ -65,7 +66,7 @@ INNER: dict[str, Any] = {
     "noisy": optax.chain(optax.add_noise(0.01, 0.55, 0), ADAM),
 }
 # Whatever the order of their sums, none is rounded.
-EXACT = {"momentum", "watching", "several steps", "masked", "no arrays of JAX", "no state"}
+EXACT = {"momentum", "watching", "several steps", "masked", "partitioned", "no arrays of JAX", "no state"}
 # How the models of a program run, and over which axes they agree.
 HOWS: dict[str, tuple[str, ...]] = {
     "jit": (),
@@ -99,6 +100,56 @@ LIMITS: Any = ({"warn_after": 2, "give_up_after": 4}, {}, {"give_up_after": 3}, 
 CHOICES: dict[str, Any] = {"by_optax": (True, False, True), "inner": [*INNER], "how": [*HOWS], "rule": RULES}
 CHOICES |= {"limits": LIMITS}
 NARROW = {"float16", "bfloat16"}
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[*SIZES], meta_fields=["name"])
+@dataclasses.dataclass
+class Layer:
+    """A pytree of one's own, with a field that JAX does not see."""
+
+    bias: object
+    weight: object
+    name: str = "first"
+
+
+@functools.cache
+def classes_of_modules():
+    """Return a class of equinox and one of flax nnx, of modules that hold one parameter."""
+    eqx, nnx = require("equinox"), importlib.import_module(require("flax").__name__ + ".nnx")
+
+    class Activated(eqx.Module):
+        bias: object
+        activation: object = jax.nn.relu
+
+    class Linear(nnx.Module):
+        def __init__(self, weight):
+            self.weight = nnx.Param(weight)
+
+    return Activated, Linear
+
+
+def in_modules(params):
+    """Return the parameters in a module of equinox and one of flax nnx."""
+    activated, linear = classes_of_modules()
+    return [{"first": activated(params["bias"]), "second": linear(params["weight"])}]
+
+
+def is_trained(leaf) -> bool:
+    """Tell whether a leaf is a floating or complex array."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+# The arguments in which value_and_grad is given the parameters, the positions of these, and what is said of them.
+FORMS: dict[str, tuple[Callable[[Any], list[Any]], list[int], dict[str, Any]]] = {
+    "tree": (lambda params: [params], [0], {}),
+    "apart": (lambda params: ["neither", *params.values()], [1, -1], {}),
+    "class": (lambda params: [Layer(**params)], [-1], {}),
+    "filtered": (lambda params: [len, [params["bias"], "a", None], params["weight"]], [1, -1], {"filter": is_trained}),
+    "integers": (lambda params: [params | {"ids": jnp.arange(3)}], [0], {"allow_int": True}),
+    "modules": (in_modules, [0], {"filter": is_trained}),
+}
+# What positions may be told in; one of them also as itself.
+SEQUENCES: tuple[Callable[[list[int]], Any], ...] = (tuple, set, iter, np.asarray, lambda each: [*map(np.int64, each)])
 # Of the bias and of the weight.
 DTYPES = (("float32", "float32"), ("float32", "float16"), ("float16", "bfloat16"), ("float32", "float64"))
 STATES = (gradscale_jax.ScaledOptimizerState, gradscale_jax.GuardedState, ScaleState)
@@ -109,10 +160,17 @@ def draw(number: int) -> SimpleNamespace:
     chance = random.Random(number)
     made = SimpleNamespace(number=number, **{name: each[number % len(each)] for name, each in CHOICES.items()})
     made.axes, made.models = HOWS[made.how], 1 if made.how in ("eager", "jit") else COUNT
+    # Ranks of one model, whose gradients are summed, by shard_map itself if it checks what varies over them.
+    made.is_whole, made.is_checked = made.how == "shard_map" and number // 7 % 2 == 0, chance.random() < 0.5
+    made.rows, made.models = made.models, 1 if made.is_whole else made.models
     made.policy, made.is_nested = chance.choice(POLICIES), chance.random() < 0.3
     made.way = "none" if made.inner == "noisy" else chance.choice([*WAYS])
     made.loss_dtype, made.tells_loss, made.skipped, dtypes = "float32", True, chance.choice([0, MOST - 2]), DTYPES[0]
     if not made.by_optax:
+        made.form, made.has_aux = [*FORMS.values()][number // 3 % len(FORMS)], chance.random() < 0.5
+        _, (first, *more), _ = made.form
+        choices = SEQUENCES if more else (*SEQUENCES, lambda each: each[0], lambda each: np.int64(each[0]))
+        made.argnums = chance.choice(choices)([first, *more])
         made.loss_dtype = ("float32", "float16", "bfloat16")[number // 3 % 3]
         if made.loss_dtype == "float16":
             # Of which the scale comes to the most that the first cotangent can hold.
@@ -121,11 +179,18 @@ def draw(number: int) -> SimpleNamespace:
     elif made.inner in EXACT:
         dtypes = chance.choice(DTYPES)
         made.tells_loss = made.rule is None or "norm" not in made.rule.of or chance.random() < 0.7
+    if made.is_whole:
+        # Of which no sum is rounded.
+        made.loss_dtype, dtypes = "float32", DTYPES[0]
     made.dtypes = dict(zip(SIZES, dtypes, strict=True))
     # Without a dtype, state in half precision is refused.
-    may_keep = not made.by_optax or made.inner.startswith("no ")
+    is_wide = made.inner == "partitioned" and dtypes[1] != "float16"
+    may_keep = not made.by_optax or made.inner.startswith("no ") or is_wide
     made.dtype = None if NARROW.isdisjoint(dtypes) or (may_keep and chance.random() < 0.5) else "float32"
     made.mode = functools.partial(x64_mode, "float64" in dtypes)
+    if made.way == "other numbers" and (made.is_whole or (made.by_optax and "float64" in dtypes)):
+        # Python's numbers have no devices, and scaled keeps wide ones.
+        made.way = "none"
     return made
 
 
@@ -156,14 +221,14 @@ class Batch(NamedTuple):
 def drawn_batches(program) -> Batch:
     """Return the batches by model and step. Ranks hold gradients of one norm, until one of them is bad."""
     chance, numbers = random.Random(program.number), np.random.default_rng(program.number)
-    shape, is_group = (program.models, 2 * STEPS), bool(program.axes)
-    grads = numbers.integers(1, 5, size=(1 if is_group else program.models, 2 * STEPS, 10))
-    grads = np.float32(grads * numbers.choice([-1, 1], size=(program.models, 1, 1)))
+    shape, is_group = (program.rows, 2 * STEPS), bool(program.axes)
+    grads = numbers.integers(1, 5, size=(1 if is_group else program.rows, 2 * STEPS, 10))
+    grads = np.float32(grads * numbers.choice([-1, 1], size=(program.rows, 1, 1)))
     loss = np.float32(numbers.choice([2.0, 2.5, 3.0], size=shape))
-    for model in range(1 if is_group else program.models):
+    for model in range(1 if is_group else program.rows):
         event = ""
         for step in range(2 * STEPS):
-            at = chance.randrange(program.models) if is_group else model
+            at = chance.randrange(program.rows) if is_group else model
             if chance.random() < 0.5:
                 event = chance.choice(["", "", "", "bad", "bad", "spike", "NaN", "norm"])
             if event == "norm":
@@ -191,6 +256,7 @@ class Left(NamedTuple):
     windows: Any
     skipped: Any
     verdict: Any
+    value: Any = ()
 
 
 @jax.custom_vjp
@@ -228,6 +294,29 @@ def parts_of(state):
     return optax.EmptyState(), own.scale_state, next(iter(own.windows.values()), ()), 0
 
 
+def whole(program, tree, reduce):
+    """Return what is the same on all ranks of a model that they have together."""
+    return jax.tree.map(lambda leaf: reduce(leaf, program.axes), tree) if program.is_whole else tree
+
+
+def summed(program, grads):
+    return grads if program.is_checked else whole(program, grads, jax.lax.psum)
+
+
+def batch_of(program, batch: Batch):
+    return Batch(batch.grads, *whole(program, batch[1:], jax.lax.pmean))
+
+
+def spread(program, params):
+    """Let each rank of a model differentiate by parameters of its own."""
+    return whole(program, params, lambda leaf, axes: leaf * (jax.lax.axis_index(axes) >= 0).astype(leaf.dtype))
+
+
+def params_in(tree):
+    """Return the parameters, or their gradients, in any form."""
+    return dict(zip(SIZES, filter(is_trained, jax.tree.leaves(tree)), strict=True))
+
+
 def loop_of(program):
     """Return the first carry of a model, and a step of it: (carry, batch) to (carry, what is left)."""
     params, axes = first_params(program), program.axes
@@ -240,24 +329,39 @@ def loop_of(program):
 
         def step(carry, batch: Batch):
             params, state = carry
+            batch = batch_of(program, batch)
 
             def loss(params):
-                return gradscale_jax.scale(given_loss(params, *batch[:2]), gradscale_jax.scale_state(state))
+                value = given_loss(spread(program, params), *batch[:2])
+                return gradscale_jax.scale(value, gradscale_jax.scale_state(state))
 
-            updates, state = tx.update(jax.grad(loss)(params), state, params, **given_to(program, batch))
+            grads = summed(program, jax.grad(loss)(params))
+            updates, state = tx.update(grads, state, params, **given_to(program, batch))
             params = optax.apply_updates(params, updates)
             return (params, state), Left(params, updates, *parts_of(state), gradscale_jax.verdict_of(state))
 
         return (params, changed(tx.init(params), lambda own: own._replace(skipped=jnp.int32(program.skipped)))), step
 
-    differentiate = gradscale_jax.value_and_grad(given_loss, program.policy, **options)
+    arguments_of, positions, told = program.form
+
+    def loss_of(*arguments, batch: Batch):
+        loss = given_loss(spread(program, params_in(arguments)), *batch[:2])
+        return (loss, {"seen": batch.loss + 1}) if program.has_aux else loss
+
+    options |= told | {"reduce": functools.partial(summed, program)}
+    differentiate = gradscale_jax.value_and_grad(loss_of, program.policy, program.argnums, program.has_aux, **options)
 
     def step_without(carry, batch: Batch):
         params, state = carry
-        _, grads, verdict, state = differentiate(state, params, *batch[:2])
+        arguments = arguments_of(params)
+        value, grads, verdict, state = differentiate(state, *arguments, batch=batch_of(program, batch))
+        trained = jax.tree.map(lambda x: x if is_trained(x) or "filter" not in told else None, arguments)
+        wanted = [trained[position] for position in positions]
+        assert jax.tree.structure(grads) == jax.tree.structure(tuple(wanted) if type(grads) is tuple else wanted[0])
+        grads = params_in(grads)
         updates = gradscale_jax.select(verdict.taken, grads, jax.tree.map(lambda grad: -jnp.zeros_like(grad), grads))
         params = optax.apply_updates(params, updates)
-        return (params, state), Left(params, updates, *parts_of(state), verdict)
+        return (params, state), Left(params, updates, *parts_of(state), verdict, value)
 
     return (params, differentiate.init(params)), step_without
 
@@ -275,21 +379,22 @@ def runner_of(program, step) -> Callable[..., Any]:
         for index in range(STEPS):
             carry, after = called(carry, jax.tree.map(lambda leaf, index=index: leaf[index], batches))
             left.append(after)
-        assert called is step or called._cache_size() <= 2
+        assert called is step or called._cache_size() <= 2 + (program.way == "other numbers")
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *left)
 
     def of_one(run, *rows):
         return jax.tree.map(lambda leaf: leaf[None], run(*jax.tree.map(lambda leaf: leaf[0], rows)))
 
-    if program.models == 1:
+    if not axes and program.models == 1:
         return functools.partial(of_one, looped)
     if program.how == "pmap":
         return jax.pmap(scanned, axis_name=axes[0])
     if program.how.startswith("vmap"):
         return jax.jit(jax.vmap(scanned, axis_name=axes[0] if axes else None))
-    over, spread = mesh(*axes, shape=(COUNT,) if len(axes) == 1 else (2, COUNT // 2)), P(axes)
+    over, split = mesh(*axes, shape=(COUNT,) if len(axes) == 1 else (2, COUNT // 2)), P(axes)
+    held, checks = P() if program.is_whole else split, program.is_whole and program.is_checked
     mapped = functools.partial(of_one, scanned)
-    return jax.jit(jax.shard_map(mapped, mesh=over, in_specs=spread, out_specs=spread, check_vma=False))
+    return jax.jit(jax.shard_map(mapped, mesh=over, in_specs=(held, split), out_specs=held, check_vma=checks))
 
 
 # The ways in which a carry is saved, and loaded into a fresh one.
@@ -307,8 +412,24 @@ def through_orbax(carry, fresh, folder: Path):
         return checkpointer.restore(folder / "carry", {"carry": fresh})["carry"]
 
 
+def with_scale_state(node, change: Callable[[Any], Any]):
+    """Return a state of gradscale_jax with another scale state."""
+    return change(node) if isinstance(node, ScaleState) else node._replace(scale_state=change(node.scale_state))
+
+
+def in_other_numbers(carry, *_):
+    """Give the scale state in wide numbers of NumPy, or, of one model, in Python's."""
+
+    def given(state):
+        arrays = map(np.asarray, state)
+        return ScaleState(*(x.astype(object if len(x) == 1 else f"{x.dtype.kind}8") for x in arrays))
+
+    return changed(carry, functools.partial(with_scale_state, change=given))
+
+
 WAYS: dict[str, Callable[..., Any]] = {
     "none": lambda carry, *_: carry,
+    "other numbers": in_other_numbers,
     "device_get": lambda carry, *_: jax.device_get(carry),
     "pickle": lambda carry, *_: pickle.loads(pickle.dumps(jax.device_get(carry))),
     "flax-bytes": through_flax_bytes,
@@ -392,22 +513,28 @@ def assert_held(program, folder: Path, wrong=None):
         # Keys of random numbers are arrays of another class.
         assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(carry))
         carry, first = run(jax.tree.map(lambda leaf: jnp.stack([leaf] * program.models), carry), halves[0])
-        carry, second = run(WAYS[program.way](carry, jax.tree.map(jnp.zeros_like, carry), folder), halves[1])
+        fresh = jax.tree.map(jnp.zeros_like, carry)
+        carry, second = run(WAYS[program.way](carry, fresh, folder), halves[1])
+        assert jax.tree.map(lambda leaf: leaf.dtype, carry) == jax.tree.map(lambda leaf: leaf.dtype, fresh)
+        assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(carry))
         left: Left = jax.tree.map(lambda *those: np.concatenate(those, axis=1), _numpy(first), _numpy(second))
+        if program.is_whole:
+            grads = jax.tree.map(lambda leaf: leaf.sum(axis=0, keepdims=True), batches.grads)
+            batches = Batch(grads, *(leaf.mean(axis=0, keepdims=True) for leaf in batches[1:]))
         following = functools.partial(follow, program, batches, alone(program))
         with warnings.catch_warnings(action="ignore"):
-            if program.axes:
+            if program.axes and program.models > 1:
                 followed = run_ranks(program.models, lambda group: following(group.rank, group))
             else:
                 followed = [following(model) for model in range(program.models)]
-        if program.axes:
-            assert_drift_is_found(program, run, carry, halves[1])
+        if program.models > 1 and program.axes:
+            assert_drift_is_found(program, run, carry, halves[1], left.verdict)
     for model, steps in enumerate(followed):
         row: list[float] = []
         for step, one in enumerate(steps):
             here: Left = jax.tree.map(lambda leaf, at=(model, step): leaf[at], left)
             row = [*row, one[2].scale] if one[2].skipped else []
-            assert_step(program, here, row, *one)
+            assert_step(program, batches.loss[model, step], here, row, *one)
         # All together they say the worst of it.
         errors = sorted((type(error) for *_, error in steps if error), key=lambda kind: kind.__name__)
         kind, _ = checked(jax.tree.map(lambda leaf, model=model: leaf[model], left.verdict), program)
@@ -422,13 +549,15 @@ def _numpy(tree):
     return jax.tree.map(converted, tree)
 
 
-def assert_step(program, here: Left, row: list[float], stepped, saved, report, error):
-    """Compare a step; ``row``: the scales of the skipped steps up to it, if it is one."""
+def assert_step(program, loss, here: Left, row: list[float], stepped, saved, report, error):
+    """Compare a step of a loss; ``row``: the scales of the skipped steps up to it, if it is one."""
     verdict, counts, rule = here.verdict, saved["counts"], program.rule
     told = bool(verdict.taken), int(verdict.nonfinite), bool(verdict.spike), bool(verdict.desynced)
     assert told == (not report.skipped, report.nonfinite, report.reason == "spike", False)
     trackers = ("scale", "_growth_tracker", "_overflow_tracker", "_rescale_tracker")
     assert [field.item() for field in here.scale_state] == [saved.get(name, 0) for name in trackers]
+    if not program.by_optax:
+        assert_same_bits(here.value, (loss, {"seen": loss + 1}) if program.has_aux else loss)
     assert not program.by_optax or here.skipped == min(program.skipped + counts["overflow"] + counts["spike"], MOST)
     if program.limits:
         assert verdict.counts() == {name: counts[name] for name in ("taken", "overflow", "spike")}
@@ -446,6 +575,8 @@ def assert_step(program, here: Left, row: list[float], stepped, saved, report, e
         is_falling = len(row) > 1 and 1.0 < row[-1] < row[-2]
         warns = len(row) >= program.limits.get("warn_after", MOST) and not is_falling
         assert kind is (gradscale.TrainingStalledWarning if warns else None)
+    if kind is gradscale.ScaleUnderflowError:
+        assert f"although the scale has fallen to the minimum of {program.policy!r}" in said
     if kind is gradscale.TrainingStalledError:
         # The core says also which rank was the first, and why.
         words = re.compile(r"last \d+ iterations|\d+ for [a-z]+[- ][a-z]+|went from \S+ to \S+,|judged by skip=")
@@ -463,24 +594,24 @@ def checked(verdict, program) -> tuple[type | None, str]:
     return (caught[0].category, str(caught[0].message)) if caught else (None, "")
 
 
-def assert_drift_is_found(program, run, carry, batches: Batch):
-    """Let one rank go on from another state: in no step does any rank move, and all are told."""
+def assert_drift_is_found(program, run, carry, batches: Batch, earlier):
+    """Let one rank go on from another state: in no step does any rank move, and all are told; after those before."""
     chance = random.Random(program.number)
     field, rank = chance.choice(ScaleState._fields), chance.randrange(program.models)
 
-    def drifted(node):
-        if isinstance(node, ScaleState):
-            value = jnp.asarray(getattr(node, field)).at[rank]
-            return node._replace(**{field: value.divide(2.0) if field == "scale" else value.add(1)})
-        return node._replace(scale_state=drifted(node.scale_state))
+    def drifted(state):
+        value = jnp.asarray(getattr(state, field)).at[rank]
+        return state._replace(**{field: value.divide(2.0) if field == "scale" else value.add(1)})
 
-    params, state = changed(carry, drifted)
+    params, state = changed(carry, functools.partial(with_scale_state, change=drifted))
     _, left = run((params, state), batches)
     left, (*before, _) = _numpy(left), _numpy((params, *parts_of(state)))
     assert np.all(left.verdict.desynced)
     assert not np.any(left.verdict.taken)
     held = jax.tree.map(lambda leaf: np.repeat(leaf[:, None], STEPS, axis=1), before)
     assert_same_bits([left.params, left.inner, left.scale_state, left.windows], held)
-    kind, said = checked(left.verdict, program)
+    verdicts = jax.tree.map(lambda *those: np.concatenate(those, axis=1), earlier, left.verdict)
+    kind, said = checked(verdicts, program)
     assert kind is gradscale.ScaleDesyncError
-    assert f"ranks hold different states: {field} from " in said
+    values = getattr(before[2], field).tolist()
+    assert f"ranks hold different states: {field} from {min(values)} to {max(values)}. " in said
