@@ -105,7 +105,7 @@ class Judge:
             verdict = counted(verdict, tally, self._limits)
         if self.skip is not None and windows is not None:
             values = jnp.where(verdict.finite, values, jnp.nan)
-            windows = self.skip.learn(windows, values, skipped=verdict.spike)
+            windows = self.skip.learn(windows, values, skipped=jnp.broadcast_to(verdict.spike, values.shape))
         return verdict, before._replace(windows=self._named(lambda _: windows or ()), tally=verdict.tally)
 
     def _named(self, make: Callable[[SkipSpikes], Iterable[T]]) -> dict[str, tuple[T, ...]]:

@@ -21,18 +21,11 @@ pytestmark = pytest.mark.jax
 
 LATE = pytest.mark.tier("all")
 BACKEND = registry.get("jax")
-INT32 = ["float32", "int32", "int32", "int32"]
 
 
 def bits(x):
     """Return an array's bytes, so that NaNs and signed zeros compare."""
     return np.asarray(x).tobytes()
-
-
-def dtypes_of(state) -> list[str]:
-    """Return the dtypes of a state, after asserting that none of them is weak."""
-    assert not any(field.weak_type for field in state)
-    return [str(field.dtype) for field in state]
 
 
 @pytest.mark.tier("ranks")
@@ -194,25 +187,6 @@ def test_nothing_is_read_or_donated():
     for array in (*grads, *scaled, *state):
         assert not array.is_deleted()
     assert bits(unscaled[0]) == bits(grads[0])
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("promotion", ["standard", "strict"])
-@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
-def test_dtypes_are_the_same_under_every_promotion_and_precision(promotion: str, x64: bool):
-    with x64_mode(x64), jax.numpy_dtype_promotion(promotion), jax.numpy_rank_promotion("raise"):
-        policy = DynamicScale(growth_factor=1.5, backoff_factor=0.3, hysteresis=2, tolerance=None, max_scale=2.0**20)
-        state = policy.init(jnp.zeros((), dtype=jnp.float16))
-        assert dtypes_of(state) == INT32
-        for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-            loss = gradscale.scale(jnp.ones((), dtype=dtype), state)
-            grads, nonfinite = gradscale.unscale([jnp.ones(3, dtype=dtype)], state)
-            assert (loss.dtype, grads[0].dtype, nonfinite.dtype) == (jnp.float32, dtype, jnp.int32)
-            differentiate = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, dtype=jnp.float32)
-            scaled = jax.jit(differentiate)(state, jnp.asarray([0.25], dtype=dtype))
-            assert (scaled.value.dtype, scaled.grads.dtype, scaled.grads.tolist()) == (dtype, jnp.float32, [0.5])
-        for run in (policy.update, jax.jit(policy.update)):
-            assert dtypes_of(run(state, nonfinite=nonfinite)) == INT32
 
 
 def test_float64_is_used_for_factors_exactly_while_it_is_switched_on():

@@ -354,7 +354,9 @@ def loop_of(program):
     def step_without(carry, batch: Batch):
         params, state = carry
         arguments = arguments_of(params)
-        value, grads, verdict, state = differentiate(state, *arguments, batch=batch_of(program, batch))
+        batch = batch_of(program, batch)
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            value, grads, verdict, state = differentiate(state, *arguments, batch=batch)
         trained = jax.tree.map(lambda x: x if is_trained(x) or "filter" not in told else None, arguments)
         wanted = [trained[position] for position in positions]
         assert jax.tree.structure(grads) == jax.tree.structure(tuple(wanted) if type(grads) is tuple else wanted[0])
