@@ -1,4 +1,4 @@
-"""scaled: what it takes and refuses, where its state is made, and what it is without optax."""
+"""scaled: what it takes and refuses, and where its state is made."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from axes import require
 from axes_jax import assert_same_bits, gradscale_jax, jax, jnp, mesh, on_mesh
-from commands import python
 
 import gradscale
-from gradscale.extras import remedy
 
 optax = require("optax")
 pytestmark = pytest.mark.jax
@@ -108,28 +106,3 @@ def test_gradients_of_integers_pass_by_an_inner_mask(value: float):
     assert float(state.windows.values[0, -1]) == (np.float32(2.0) ** 0.5 if np.isfinite(value) else 0.0)
     updates, _ = tx.update({**grads, "ids": jnp.arange(3)}, tx.init(params), params)
     np.testing.assert_array_equal(updates["ids"], [0, 1, 2] if np.isfinite(value) else [0, 0, 0])
-
-
-WITHOUT_OPTAX = """
-import sys
-import gradscale, gradscale_jax
-assert "optax" not in sys.modules
-sys.modules["optax"] = None
-for name in ("scaled", "scale_state", "verdict_of", "ScaledOptimizerState"):
-    try:
-        getattr(gradscale_jax, name)
-    except gradscale.BackendNotAvailableError as error:
-        print(error)
-assert (hasattr(gradscale_jax, "scale"), hasattr(gradscale_jax, "nothing")) == (True, False)
-del sys.modules["optax"]
-assert gradscale_jax.scaled.__module__ == "gradscale_jax.transformation"
-"""
-
-
-@pytest.mark.tier("ranks")
-def test_optax_is_imported_when_it_is_asked_for_and_the_error_names_the_extra():
-    found = python("-c", WITHOUT_OPTAX)
-    assert found.returncode == 0, found.stderr
-    for name in ("scaled", "scale_state", "verdict_of", "ScaledOptimizerState"):
-        assert f"gradscale_jax.{name} needs optax" in found.stdout
-    assert found.stdout.count(remedy("optax")) == 4

@@ -40,6 +40,7 @@ DRAW = (
     "from gradscale import DynamicScale, plot; from gradscale.tools.simulation import simulate; "
     "plot.simulation([simulate(DynamicScale(), 'CO', name='a')], 'x.png')"
 )
+OPTAX = "import gradscale_jax as on; assert (hasattr(on, 'scale'), hasattr(on, 'nothing')) == (True, False); on.scaled"
 # What is run, without which libraries, and who says that they are missing, with which extras.
 IMPORTS = [
     ("import gradscale_torch", "torch", "gradscale_torch", "torch"),
@@ -52,6 +53,7 @@ IMPORTS = [
     ("import gradscale_numpy", "numpy", "gradscale_numpy", "numpy"),
     ("import gradscale_numpy.mpi", "mpi4py", "gradscale_numpy.mpi", "mpi"),
     ("import gradscale_numpy.fast", "numba", "gradscale_numpy.fast", "fast"),
+    (OPTAX, "optax", "gradscale_jax.scaled", "optax"),
     (DRAW, "matplotlib", "gradscale.plot", "plot"),
     ("import gradscale; gradscale.registry.get('torch')", "torch", "gradscale_torch", "torch"),
     ("import gradscale; gradscale.registry.get('cupy_backends')", "cupy", "gradscale_cupy", "cupy"),
@@ -92,7 +94,7 @@ def cases() -> list[object]:
     found = []
     for number, (statement, library, user, extras) in enumerate(IMPORTS):
         tier = pytest.mark.tier("ranks" if number % 3 else "quick")
-        needed = "torch" if user == "gradscale_torch.plugins" else "numpy"
+        needed = {"gradscale_torch.plugins": "torch", "gradscale_jax.scaled": "jax"}.get(user, "numpy")
         case = ([statement], library, RAISED, message(user, library, extras), needed)
         found.append(pytest.param(*case, id=f"{statement[:60]}-{library}", marks=tier))
     for command, libraries, user, extras in COMMANDS:
