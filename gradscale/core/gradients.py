@@ -163,8 +163,8 @@ class Gradients:
         if max_norm is not None:
             unscaled, nonfinite, norm = self._clip(backend, unscaled, nonfinite, squares, max_norm)
         count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
-        if unscaled is not chosen:
-            self._assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
+        replaced = () if unscaled is chosen else zip(chosen, unscaled, strict=True)
+        self._assign({id(old): new for old, new in replaced})
         return Found(count, norm, len(chosen) > 0, scale=scale)
 
     def clip(self, one: Callable[[Array], tuple[Home, ScaleState]]) -> Array | None:
@@ -244,12 +244,19 @@ def _from_param_groups(optimizer: OptimizerWithGroups) -> tuple[list[Array], _As
     gradients = _gradients_of(optimizer, parameters)
 
     def assign(replacements: dict[int, Array]) -> None:
-        for parameter, old in zip(parameters, gradients, strict=True):
+        made = {kind for kind in set(map(type, parameters)) if _is_made(kind, "grad")}
+        for parameter, old in zip(parameters, gradients, strict=True) if replacements or made else ():
             new = replacements.get(id(old), old)
-            if new is not old:
+            if new is not old or (old is not None and type(parameter) in made):
                 parameter.grad = new
 
     return [gradient for gradient in gradients if gradient is not None], assign
+
+
+def _is_made(kind: type, name: str) -> bool:
+    """Tell whether the value of an attribute may be a copy that is made when it is read, and set by a method."""
+    found = getattr(kind, name, None)
+    return isinstance(found, property) and found.fset is not None
 
 
 def no_optimizer(got: object, members: str) -> InvalidTypeError:
@@ -285,7 +292,7 @@ def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], _Assign]:
     leaves, rebuild = tree.flatten(_require_tree(optimizer))
 
     def assign(replacements: dict[int, Array]) -> None:
-        if any(replacements.get(id(leaf), leaf) is not leaf for leaf in leaves):
+        if _is_made(type(optimizer), "grads") or any(replacements.get(id(leaf), leaf) is not leaf for leaf in leaves):
             unscaled = rebuild(replacements.get(id(leaf), leaf) for leaf in leaves)
             try:
                 optimizer.grads = unscaled

@@ -24,6 +24,35 @@ def test_grads_may_be_one_array_or_any_tree(arrays: Library):
     assert tree.grads["layer"][1] is None
 
 
+def test_gradients_that_properties_convert_are_given_back(arrays: Library):
+    class Converting:
+        stored = None
+
+        @property
+        def grad(self):
+            return None if self.stored is None else arrays.asarray(self.stored)
+
+        @grad.setter
+        def grad(self, value):
+            self.stored = float(value)
+
+    class Holding(Converting):
+        grads = Converting.grad
+
+        def step(self):
+            return "stepped"
+
+    for is_tree in (True, False):
+        scaler, one, empty = GradScaler(init_scale=4.0), Holding(), Holding()
+        optimizer = one if is_tree else Grouped([])
+        if not is_tree:
+            optimizer.param_groups = [{"params": [one, empty]}]
+        one.stored = 8.0
+        scaler.scale(arrays.asarray(1.0))
+        assert scaler.step(optimizer) == "stepped"
+        assert (one.stored, empty.stored) == (2.0, None)
+
+
 class Unreadable:
     """An array, as far as its attributes tell."""
 
