@@ -17,6 +17,7 @@ from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
 from gradscale.core.aliasing import numbered, overlap, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
+from gradscale.core.messages import warn_caller
 from gradscale.core.summaries import Summary
 from gradscale.errors import InvalidValueError
 from gradscale_numpy import kernels
@@ -68,10 +69,15 @@ class NumpyBackend(Backend):
     def _unscale_all(self) -> UnscaleAll:
         is_wanted = os.environ.get(_FAST_VARIABLE, "1") != "0" and importlib.util.find_spec("numba") is not None
         if is_wanted if self._fast is None else self._fast:
-            from gradscale_numpy import fast as compiled
-
-            if compiled.is_enabled():
-                return compiled.unscale_all
+            try:
+                from gradscale_numpy import fast as compiled
+            except Exception as error:
+                if self._fast:
+                    raise
+                warn_caller(f"numba cannot be imported, so that NumPy alone unscales, which is slower: {error}")
+            else:
+                if compiled.is_enabled():
+                    return compiled.unscale_all
         return kernels.unscale_all
 
     def __reduce__(self) -> tuple[type[NumpyBackend], tuple[bool | None]]:

@@ -211,9 +211,15 @@ def test_the_environment_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch, val
     ("before", "fast"),
     [
         ("import sys; sys.modules['numba'] = None", (None,)),
+        # As it fails beside a NumPy that is too new for it.
+        (
+            "import sys, types; sys.modules['numba'] = types.ModuleType('numba'); "
+            "sys.modules['numba'].__spec__ = sys.__spec__",
+            (None,),
+        ),
         ("import os; os.environ['NUMBA_DISABLE_JIT'] = '1'", (None, True)),
     ],
-    ids=["without numba", "where it compiles nothing"],
+    ids=["without numba", "with a broken one", "where it compiles nothing"],
 )
 def test_the_kernels_of_numpy_serve(before: str, fast: tuple[bool | None, ...]):
     if True in fast:
