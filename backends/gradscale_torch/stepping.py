@@ -29,7 +29,7 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
     """Return a context to step an optimizer in that skips by itself; None for another one."""
     optimizer = step.optimizer
     live = step.iteration.live
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and not _is_around_another(optimizer):
         if step.closure is not None:
             # When the closure returns its gradients are unscaled and finite.
             return _fused_attributes(optimizer, getattr(optimizer, "grad_scale", None), _zero_for(optimizer, live))
@@ -44,6 +44,12 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
     if live.state is not None and step.closure is None:
         forbid_capture(live.state.scale.device, NO_READS)
     return None
+
+
+def _is_around_another(optimizer: Any) -> bool:
+    """Tell whether the attributes that a fused optimizer reads would be set on a wrapper, such as Fabric's."""
+    owner = getattr(optimizer.step, "__self__", optimizer)
+    return owner is not optimizer or getattr(getattr(optimizer, "optimizer", None), "_step_supports_amp_scaling", False)
 
 
 def flag_of(pending: Pending, home: torch.device) -> Tensor:
