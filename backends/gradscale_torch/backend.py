@@ -138,6 +138,9 @@ class TorchBackend(Backend):
                 "pass their to_local() to gradscale.unscale"
             )
             raise InvalidTypeError(msg)
+        if out is None and any(grad.layout != torch.strided for grad in grads):
+            # The standard's functions take dense ones alone.
+            out = [grad.detach().to(dtype or grad.dtype, copy=True) for grad in grads]
         if out is None or torch.compiler.is_compiling():
             return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
         with torch.no_grad():
@@ -159,6 +162,9 @@ class TorchBackend(Backend):
                 gradients.flag_nonfinite(tensors, flags, state.scale)
             else:
                 gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, flag_again=least < 1.0)
+            sums = [one.coalesce() for one in out if one.layout == torch.sparse_coo and not one.is_coalesced()]
+            # The optimizer will see the sums of duplicates.
+            gradients.flag_nonfinite(gradients.group_tensors([gradients.kernel_view(one) for one in sums]), flags)
             count, home = gradients.count_nonfinite(flags, tensors), state.scale.device
             if count is None:
                 return out, combined(flags, home).to(torch.int32)

@@ -90,9 +90,10 @@ class TensorGradients:
         """
         first, home = next(iter(self._tensors.values()), None), self._settings.device
         trains_on_cpu = home is None or (not isinstance(home, int) and torch.device(home).type == "cpu")
-        if first is None or (first[0].is_cpu and not trains_on_cpu):
-            return torch.zeros((), device=home)
-        return first[0]
+        if first is not None and (trains_on_cpu or not first[0].is_cpu):
+            return first[0]
+        parameters = self._parameters.listed.unique
+        return torch.zeros((), device=parameters[0].device if home is None and parameters else home)
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -530,7 +531,8 @@ def count_nonfinite(flags: Flags, groups: Groups) -> int | None:
     if not is_bad:
         return 0
     # Duplicates of a sparse gradient may be finite one by one.
-    return max(1, sum(not torch.isfinite(one).all().item() for tensors in groups.values() for one in tensors))
+    every = [one for tensors in groups.values() for one in _computable(tensors)]
+    return max(1, sum(not torch.isfinite(one).all().item() for one in every))
 
 
 def sum_of_squares(groups: Groups, home: torch.device) -> Tensor:

@@ -170,6 +170,49 @@ def test_a_wrapper_that_skips_by_itself_needs_no_state():
         assert run.held == [[weight] * 2]
 
 
+class Around:
+    """A wrapper that has whatever its optimizer has, and a step of its own or that of the optimizer."""
+
+    def __init__(self, optimizer, is_called: bool):
+        self.optimizer = optimizer
+        if is_called:
+            self.step = lambda: optimizer.step()
+
+    def __getattr__(self, name: str):
+        return getattr(self.__dict__["optimizer"], name)
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_fused_optimizer_in_a_wrapper_takes_unscaled_gradients_and_no_bad_step(is_called: bool, explicit: bool):
+    run = Small(GradScaler("cpu"), "SGD-fused", start=1.0, lr=0.5)
+    wrapped = Around(run.optimizer, is_called)
+    for gradient, weight in ((1.0, 0.5), (math.nan, 0.5), (1.0, 0.0)):
+        run.give(gradient)
+        if explicit:
+            run.scaler.unscale_(wrapped)
+        run.scaler.step(wrapped)
+        run.scaler.update()
+        assert run.held == [[weight] * 2]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+@pytest.mark.parametrize("kind", ["guard of torch", "scaler of torch", "guard"])
+def test_duplicates_whose_sum_overflows_and_bad_values_of_eight_bits_skip_the_step(kind: str):
+    makers = {"guard of torch": StepGuard, "guard": gradscale.StepGuard}
+    for bad in (
+        torch.sparse_coo_tensor([[1, 1]], torch.full((2,), 40000.0, dtype=torch.float16), (4,)),
+        torch.full((4,), math.nan).to(torch.float8_e4m3fn),
+    ):
+        scaler = makers[kind]() if kind in makers else GradScaler("cpu", init_scale=1.0, allow_fp16_grads=True)
+        parameter = torch.nn.Parameter(torch.zeros(4, dtype=bad.dtype))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scaler.scale(torch.ones(()))
+        parameter.grad = bad
+        scaler.step(optimizer)
+        assert scaler.last_step(optimizer).reason == "overflow"
+
+
 def test_a_refused_first_step_of_a_fused_optimizer_leaves_no_momentum():
     # torch's own kernel would leave the memory of the momentum as it is, whatever that holds.
     run = Small(GradScaler("cpu"), "SGD-fused", start=1.0, lr=0.5, momentum=0.5)
