@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic, summaries
 from gradscale.core.arithmetic import Kind, UnitState, check_real_dtype, kind_of, reciprocal, widened
+from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError
 
 _Arrays: TypeAlias = Sequence[jax.Array]
@@ -72,6 +73,17 @@ class JaxBackend(Backend):
     def bits(self, x: jax.Array, /) -> jax.Array | None:
         """Return the bits of real values as signed integers; None for float8."""
         return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}") if x.dtype.itemsize > 1 else None
+
+    def values_of(self, x: jax.Array) -> jax.Array:
+        """Return the value of a loss that plain grad differentiates; InvalidTypeError under vmap."""
+        value = lax.stop_gradient(x)
+        if isinstance(value, jax.core.Tracer):
+            msg = (
+                f"a loss that is judged needs a value, got {shown(x)}: call scale(outputs, loss=False) here, in a "
+                f"function that jax maps or compiles"
+            )
+            raise InvalidTypeError(msg)
+        return value
 
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
         """Summarize as ``gradscale.core.summaries.summarize_arrays`` does, from the bits: XLA's subnormals are 0."""

@@ -237,3 +237,15 @@ def test_arrays_on_several_devices_and_spread_over_them_are_summarized_at_once()
     given = [*(jax.device_put(values, where) for where in jax.devices()[:2]), on_mesh(values, "data")]
     found, _ = BACKEND.read_summaries(given)
     assert found == [Summary(4, 1, 0, 1, 0, 3.0)] * 3
+
+
+@pytest.mark.parametrize("make", [GradScaler, gradscale.StepGuard])
+def test_a_loss_is_judged_where_grad_differentiates_what_a_scaler_has_scaled(make):
+    scaler, tree = make(skip=gradscale.SkipSpikes(above=7.0, of="loss")), Tree()
+    for target, reason in ((1.0, "stepped"), (3.0, "spike"), (1.0, "stepped")):
+        tree.grads = jax.grad(lambda w, target=target: scaler.scale(jnp.sum((w - target) ** 2)))(jnp.zeros(1))
+        scaler.step(tree)
+        scaler.update()
+        assert scaler.last_step(tree).reason == reason
+    with pytest.raises(InvalidTypeError, match=r"needs a value, got .*loss=False"):
+        jax.vmap(jax.grad(lambda w: scaler.scale(w)))(jnp.zeros(2))
