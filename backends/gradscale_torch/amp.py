@@ -304,7 +304,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def set_group(self, group: object) -> None:
         """Agree over another group, as in :class:`gradscale.ShardedGradScaler`; None for the constructor's default."""
         iteration_of(self).require_boundary("set_group()")
-        self._rejoins = group is None
+        self._rejoins, self._has_group = group is None, group is not None
         if group is None:
             agree_over(self, self._default_groups())
         elif self._enabled:
@@ -333,7 +333,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         if "gradscale" in state:
             super().__setstate__(state["gradscale"])
             if self._rejoins and iteration_of(self).agreement.is_unjoined:
-                agree_over(self, self._default_groups())
+                groups = self._default_groups()
+                if groups or default_group() is not None:
+                    agree_over(self, groups)
             return
         self.__dict__.update(type(self)(state["_device"], enabled=state["_enabled"]).__dict__)
         if state["_enabled"]:

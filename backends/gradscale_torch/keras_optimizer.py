@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import MutableMapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.extras import import_keras, require_unscaled
+from gradscale.scaler.scaler import iteration_of
 from gradscale_torch.amp import GradScaler
 
 keras = import_keras("torch")
@@ -102,8 +104,15 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         for weight, grad in zip(weights, grads, strict=True):
             weight.grad = None if grad is None else grad.to(weight.dtype)
         self.param_groups = [{"params": weights}]
-        self.scaler.step(self, trainable_variables)
-        self.scaler.update()
+        try:
+            self.scaler.step(self, trainable_variables)
+            self.scaler.update()
+        except BaseException:
+            # Nobody else ends the iteration before fit is called again.
+            if self.scaler.is_enabled() and not iteration_of(self.scaler).is_at_boundary:
+                with contextlib.suppress(Exception):
+                    self.scaler.update(self.scaler.get_scale())
+            raise
 
     def step(self, trainable_variables: Sequence[Any]) -> None:
         """Step the inner optimizer; the scaler calls it, if no gradient is inf or NaN."""

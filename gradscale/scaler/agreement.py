@@ -204,12 +204,13 @@ class Agreement:
         """Return an array for a rank that has none; None if it need not take part. CallOrderError without a library."""
         if self.is_alone:
             return None
-        found = live.example()
+        example: Callable[[], Array] | None = getattr(self.groups[0], "example", None)
+        found, theirs = live.example(), None if example is None else example()
+        if found is None or (theirs is not None and array_namespace(theirs) is array_namespace(found)):
+            # Where the group carries it, as the other ranks' arrays.
+            found = theirs
         if found is not None:
             return found
-        example: Callable[[], Array] | None = getattr(self.groups[0], "example", None)
-        if example is not None:
-            return example()
         msg = (
             f"{whereabouts(self.groups, number)} has seen no array yet, so it is not known in which library it takes "
             f'part: pass backend= (such as backend="numpy") to a scaler whose rank may hold no gradients'
@@ -268,7 +269,8 @@ class Agreement:
                 common.scalers += 1
                 self._had.put(group, number)
             self._own_numbers.put(collectives, number)
-            self._counted_since.append((common, common.differences))
+            if all(known is not common for known, _ in self._counted_since):
+                self._counted_since.append((common, common.differences))
         return number
 
     # Messages.

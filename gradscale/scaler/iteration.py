@@ -19,8 +19,6 @@ from gradscale.errors import (
     CallOrderError,
     CollectiveTimeoutError,
     GradscaleError,
-    InvalidTypeError,
-    InvalidValueError,
     ScaleDesyncError,
     ScaleUnderflowError,
 )
@@ -48,6 +46,7 @@ _INCOMPLETE = (
 )
 
 _UNSCALING = Request()
+_OF_ALL_RANKS = BackendError, CollectiveTimeoutError, ScaleDesyncError
 
 
 class Parts(NamedTuple):
@@ -79,7 +78,8 @@ class Turn:
 
     ``by_closure``: a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no
     spikes, since a line search tries losses that are far apart. ``is_declined``: the optimizer itself made no step; if
-    that was so on some ranks alone, the number of steps in the next message says it. ``left_out``: the verdict by which
+    that was so on some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun
+    and, unless it is over, was not made; ``is_stale``: a loss was scaled since. ``left_out``: the verdict by which
     all ranks skip, if ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank
     wants no step, if so. ``code``: why this rank skips the step, as :func:`claim.reason_code`; 0 if it does not.
     """
@@ -88,7 +88,7 @@ class Turn:
     pending: Pending | None = None
     verdict: Verdict | None = None
     left_out: Verdict | None = None
-    by_closure = has_begun_to_step = is_declined = False
+    by_closure = has_begun_to_step = is_declined = has_failed = is_stale = False
     refused = Reason.STEPPED
     code: Array | int = 0
     observation: Observation | None = None
@@ -165,8 +165,8 @@ class Iteration:
         turn = self.by_id(identity)
         if turn is None:
             turn = Turn()
-            self._known[identity] = None, turn
             self.turns.append(turn)
+            self._known[identity] = None, turn
         return turn
 
     def by_id(self, identity: int) -> Turn | None:
@@ -216,7 +216,7 @@ class Iteration:
     def look(self, losses: Iterable[Array | float]) -> None:
         """Look at losses, whose mean the guard judges the next optimizer by."""
         for loss in losses:
-            value = loss if isinstance(loss, float) else self.live.hooks.values_of(loss)
+            value = loss if isinstance(loss, float) else self.live.backend_for(loss).values_of(loss)
             if value is not None:
                 self.losses = self.losses.plus(value)
 
@@ -247,6 +247,8 @@ class Iteration:
             self.state = state
         self.live.is_fresh = self.live.is_unused = False
         self.scaled = True
+        for turn in self.turns:
+            turn.is_stale |= turn.has_failed
 
     @contextlib.contextmanager
     def inside_closure(self) -> Iterator[None]:
@@ -278,6 +280,7 @@ class Iteration:
             self.wrong_order(_INCOMPLETE if turn.is_incomplete else f"unscale_() has already been called {_SINCE}")
         if turn.stage is Stage.STEPPED:
             self.wrong_order(f"unscale_() is being called after step() {_SINCE}")
+        turn.has_failed = turn.has_failed and self.is_inside_closure
         if self.reports.under_way:
             self.check_late_verdicts()
         return turn
@@ -288,6 +291,11 @@ class Iteration:
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order(f"step() has already been called {_SINCE}")
+        if turn.is_stale and turn.stage is Stage.UNSCALED:
+            self.wrong_order(
+                "step() of this optimizer has failed, and a loss was scaled since, whose gradients nothing would "
+                "divide: end the iteration with update(get_scale()), or load a state dict, and make new gradients"
+            )
         if turn.stage is Stage.READY and self.reports.under_way:
             self.check_late_verdicts()
         return turn
@@ -318,7 +326,7 @@ class Iteration:
         groups = agreement.usable_groups()
         try:
             gradients = live.hooks.collect(optimizer, self._listed, request)
-        except (InvalidTypeError, InvalidValueError):
+        except Exception:
             self._tell_of_failure(optimizer)
             raise
         groups = groups or gradients.groups
@@ -335,14 +343,15 @@ class Iteration:
                 has_loss, has_norm = self.losses.number > 0, request.max_norm is not None
                 self.mistakes.look_for_values(self.guard.rule.of, has_loss=has_loss, has_norm=has_norm)
         before = turn.stage, turn.pending
-        turn.stage, turn.pending = Stage.UNSCALED, None
+        turn.stage, turn.pending, turn.is_stale = Stage.UNSCALED, None, False
         try:
             found = gradients.unscale(live, state)
         except BaseException as error:
             # After a failure some gradients may be divided already, but not if they cannot be or in a second look.
             if not gradients.is_touched:
                 turn.stage, turn.pending = before
-            if isinstance(error, (InvalidTypeError, InvalidValueError)):
+            # An exchange of norms has told them.
+            if isinstance(error, Exception) and not isinstance(error, _OF_ALL_RANKS):
                 self._tell_of_failure(optimizer)
             raise
         try:
@@ -368,7 +377,7 @@ class Iteration:
                 f"the closure of step() has not called scale(){where}: make the backward pass of scaler.scale(loss) in "
                 f"each of its evaluations; or make it before, and call step(optimizer) without the closure"
             )
-        since = " since a state was loaded or a scale set" if self.live.is_known else ""
+        since = " since a state was loaded, or a scale or a group set" if self.live.is_known else ""
         self.wrong_order(f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)")
 
     def _never_scaled(self, turn: Turn, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
@@ -409,8 +418,9 @@ class Iteration:
         """Return the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # The losses are this optimizer's, whether it is judged by them or not.
         loss, self.losses = self.losses.mean(), self.losses._replace(is_used=True)
-        if turn.refused or turn.has_begun_to_step:
+        if turn.has_begun_to_step:
             return 0
+        # Also if the step is refused, so that windows are in one order in each run.
         turn.observation = guard.judge(optimizer, loss, norm, lambda: state.scale)
         # Its reason is 0 or Reason.SPIKE, which is 1.
         found: Array | int = 0 if turn.observation is None else turn.observation.reason
@@ -449,8 +459,14 @@ class Iteration:
         if pending.is_placeholder and turn.refused:
             pending.refuse(claims.reason_code(turn.refused, self.agreement.rank()))
         try:
+            for other in self.turns if pending.groups else ():
+                # Those before it first: a rank that could not unscale has sent no more messages.
+                if other is turn:
+                    break
+                if other.pending is not None and other.pending.is_unread:
+                    other.pending.read()
             return pending.read()
-        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
+        except _OF_ALL_RANKS as error:
             self.agreement.failure = error
             raise
 
@@ -458,7 +474,7 @@ class Iteration:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
-        if turn.refused and turn.pending is not None and turn.pending.is_placeholder and not self.agreement.is_alone:
+        if turn.refused and turn.pending is not None and turn.pending.is_placeholder and self.groups_for(optimizer):
             self.wrong_order(
                 "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
                 "message tells the other ranks: let the framework's own flags skip the step on all ranks"
@@ -507,7 +523,7 @@ class Iteration:
         if wanted is None and self.lowered is None and not pending:
             self._forbid_update()
         report = self._report(pending, verdicts, wanted) if self.reports.on_update else None
-        underflow = None if wanted is not None else self._underflow(verdicts)
+        underflow = None if wanted is not None else self._underflow(pending, verdicts)
         for turn in self.turns:
             # A window learns from no gradients that were only looked at, or that the user has stepped with.
             if self.guard is not None and turn.is_over and turn.observation is not None and turn.pending is not None:
@@ -547,9 +563,10 @@ class Iteration:
 
         return report
 
-    def _underflow(self, verdicts: Sequence[Verdict]) -> ScaleUnderflowError | None:
-        for verdict in verdicts:
-            if verdict.at_min_scale and verdict.nonfinite:
+    def _underflow(self, pending: Sequence[Pending], verdicts: Sequence[Verdict]) -> ScaleUnderflowError | None:
+        # If a policy raises, no verdict is late. A closure may have tried the lowest scale, and the update does not.
+        for one, verdict in zip(pending, verdicts, strict=False):
+            if verdict.at_min_scale and verdict.nonfinite and one.state is (self.state or self.live.state):
                 return ScaleUnderflowError(
                     f"gradients overflow although the scale is at its minimum, {verdict.scale!r}: the cause is not "
                     f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
@@ -653,9 +670,9 @@ class Iteration:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether no optimizer's turn has begun."""
+        """Whether no optimizer's turn has begun, here or, as far as is known, on another rank."""
         has_begun = (turn.refused or turn.stage is not Stage.READY for turn in self.turns)
-        return not self.is_inside_closure and not any(has_begun)
+        return self.agreement.failure is None and not self.is_inside_closure and not any(has_begun)
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError in mid-iteration."""

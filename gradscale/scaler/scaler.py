@@ -16,7 +16,13 @@ from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown, unreadable
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, ScaleState
-from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
+from gradscale.errors import (
+    CallOrderError,
+    InvalidTypeError,
+    InvalidValueError,
+    ScaleUnderflowError,
+    TrainingStalledError,
+)
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement, Exchange
@@ -106,6 +112,9 @@ class GradScaler:
     >>> (scaler.last_step(optimizer).reason, scaler.get_scale())
     ('overflow', 512.0)
     """
+
+    # Given to a disabled scaler, too, which talks to nobody.
+    _has_group = False
 
     @takes(Options)
     def __init__(self, **options: Unpack[Options]) -> None:
@@ -328,15 +337,11 @@ class GradScaler:
                 if report is not None:
                     parts.reports.tell_update(report())
             except Exception as error:
-                if underflow is not None:
-                    # All ranks raise it; a callback may fail on one of them.
-                    underflow.add_note(f"A callback of on_update has failed, too: {shown(error)}")
-                    raise underflow  # noqa: B904 (the callback's is its context, not its cause)
+                if underflow is not None or parts.tally.has_to_give_up:
+                    # A callback may fail on one rank, and all ranks raise these.
+                    self._raise_for_all(ended, underflow, f"A callback of on_update has failed, too: {shown(error)}")
                 raise
-            if underflow is not None:
-                raise underflow
-            if parts.tally.row.length:
-                self._tell_of_stall(ended)
+            self._raise_for_all(ended, underflow)
 
     # Reports.
 
@@ -592,11 +597,13 @@ class GradScaler:
         """Return settings and numbers to pickle, and no arrays, groups or reports; CallOrderError in mid-iteration."""
         iteration = self._iteration
         iteration.require_boundary("pickling or copying a scaler")
-        scaled, losses = (iteration.scaled, iteration.losses) if iteration.is_of_live_state else (False, Losses())
+        is_kept = iteration.is_of_live_state and iteration.is_at_boundary
+        scaled, losses = (iteration.scaled, iteration.losses) if is_kept else (False, Losses())
         # Each part says by itself what of it is kept.
         parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap())))
-        # The copy has no gradients of its own.
-        parts.live.is_unused = parts.live.is_unused or not iteration.is_of_live_state
+        if not is_kept:
+            # The copy has no gradients of its own.
+            parts.live.begin_anew()
         losses, steps = losses._replace(total=float(losses.total)), iteration.steps_before
         forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
         return self.__dict__ | {"_parts": parts, "_iteration": (iteration.number, scaled, losses, steps)} | forgotten
@@ -662,18 +669,19 @@ class GradScaler:
             )
             raise InvalidValueError(msg)
         agreement = self._parts.agreement
-        over = self._parts.live.hooks.norm_groups(optimizer, is_alone=not self._enabled or agreement.is_alone)
-        if not self._enabled:
-            return Request(largest, are_scaled=False)
+        is_alone = agreement.is_alone and not self._has_group
+        over = self._parts.live.hooks.norm_groups(optimizer, is_alone=is_alone)
         groups = agreement.usable_groups() if over is None else over
-        if not groups or norm_over == "rank":
-            return Request(largest)
+        if norm_over == "rank" or (is_alone and not groups):
+            return Request(largest, are_scaled=self._enabled)
         if over is None and norm_over is None:
             msg = (
                 'max_norm= over a group needs norm_over=, since gradients may be parts or copies: "group" where each '
                 'rank holds a part of the gradients, "rank" where each holds all of them, the same ones'
             )
             raise InvalidValueError(msg)
+        if not self._enabled:
+            return Request(largest, are_scaled=False)
         if len(groups) > 1:
             msg = (
                 f'norm_over="group" needs one group, got {len(groups)}, of which it is not known which hold parts: '
@@ -696,6 +704,18 @@ class GradScaler:
         report = step_report(step.verdict, iteration.number, step.retries, overflow)
         iteration.steps.append(report)
         reports.record(optimizer, report, self._parts.agreement.rank)
+
+    def _raise_for_all(self, ended: Iteration, underflow: ScaleUnderflowError | None, note: str | None = None) -> None:
+        """Raise what ends a run on all ranks, or warn of a run that stalls."""
+        try:
+            if underflow is not None:
+                raise underflow
+            if self._parts.tally.row.length:
+                self._tell_of_stall(ended)
+        except (ScaleUnderflowError, TrainingStalledError) as error:
+            if note is not None:
+                error.add_note(note)
+            raise
 
     def _tell_of_stall(self, ended: Iteration) -> None:
         """Warn of a run whose every step is skipped, with the cause that this rank sees, or raise as the user wants."""
@@ -776,6 +796,7 @@ class ShardedGradScaler(GradScaler):
         has failed: it is then abandoned.
         """
         self._iteration.require_boundary("set_group()")
+        self._has_group = True
         if self._enabled:
             agree_over(self, registry.all_collectives_for(group, self._timeout))
 
@@ -899,7 +920,9 @@ def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
     if groups:
         # A policy that ranks cannot compare raises now, and not in the first step.
         agreement.identify(scaler._parts.live.policy)
-    if agreement.failure is not None:
+    if agreement.failure is not None or not (agreement.is_unjoined or agreement.is_alone):
+        # Some ranks may have divided their gradients already, so that all make new ones.
         scaler._iteration = Iteration(scaler._iteration.number, scaler._parts)
+        scaler._parts.live.begin_anew()
     scaler._iteration.steps_before = 0
     agreement.join(groups)

@@ -245,6 +245,10 @@ class LiveState:
         self._largest = self._reachable(self.policy, self._largest)
         self._least_factor = min(self._least_factor, _smallest_factor(self.policy))
 
+    def begin_anew(self) -> None:
+        """Take no gradients for scaled until something is."""
+        self.is_fresh = self.is_unused = True
+
     def load(self, policy: Policy, numbers: dict[str, float]) -> None:
         """Go on with another policy and other numbers."""
         self.is_fresh = True

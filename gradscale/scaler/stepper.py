@@ -57,6 +57,8 @@ class Step:
         iteration, optimizer = self.iteration, self.optimizer
         own = iteration.live.hooks.stepping(self)
         turn = self.turn = iteration.begin_step(optimizer)
+        # Unless it comes to its end.
+        turn.has_failed = self.closure is None
         if self.closure is not None:
             if turn.stage is Stage.UNSCALED and not turn.by_closure:
                 iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")

@@ -93,6 +93,11 @@ class Pending:
         """Whether the gradients have been judged, by a framework at least."""
         return not self.is_placeholder or (self.override is not None and self.override() is not None)
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether the host has still to read the answer of a group."""
+        return self.known is None and len(self.groups) > 0 and not self.is_late
+
     def read(self) -> Verdict:
         """Return the verdict, read now if it is not yet (one host read), or a framework's in its place."""
         found = self.known or self._read()

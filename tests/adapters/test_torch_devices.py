@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import pickle
 import random
@@ -17,7 +18,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from axes_torch import GradScaler, torch
+from axes_torch import GradScaler, StepGuard, torch
 from host_cuda import installed, on_host
 from small_torch import Count, Group, Small, groups_in_use
 from tiers import examples
@@ -571,6 +572,19 @@ def test_gradients_whose_quotients_have_to_be_judged_are_written_once(monkeypatc
     places = [on_host(parameter.grad).untyped_storage().data_ptr() for parameter in run.parameters]
     run.scaler.unscale_(run.optimizer)
     assert [written.count(place) for place in places] == [1] * 3
+
+
+def test_a_rank_without_gradients_sends_its_messages_from_the_device_of_its_parameters(cuda):
+    # Over NCCL for the device and gloo for the CPU, the others would wait for it.
+    collective = gradscale.registry.get("torch").collectives(ProcessGroup(cuda, NCCL), timeout=5.0)
+    for make in (StepGuard, functools.partial(gradscale.StepGuard, backend="torch")):
+        run = Small(make(group=collective), devices=["cuda"], home="cuda")
+        run.parameter.grad = None
+        with pytest.raises(gradscale.CallOrderError, match="none of whose parameters has a gradient"):
+            run.scaler.step(run.optimizer)
+        state = iteration_of(run.scaler).live.state
+        assert state is not None
+        assert state.scale.device.type == "cuda"
 
 
 def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(cuda):

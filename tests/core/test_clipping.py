@@ -104,6 +104,20 @@ def test_a_disabled_scaler_clips_and_divides_by_nothing(arrays: Library):
         assert optimizer.grads[0].dtype == arrays.dtype(half)
 
 
+@pytest.mark.numpy
+@pytest.mark.parametrize("enabled", [True, False])
+def test_ranks_that_clip_say_whose_norm_it_is_with_a_disabled_scaler_too(enabled: bool):
+    def rank(group):
+        scaler, optimizer = gradscale.ShardedGradScaler(group=group, enabled=enabled), Tree()
+        optimizer.grads = [scaler.scale(np.float32([3.0, 4.0]))]
+        with pytest.raises(gradscale.InvalidValueError, match="needs norm_over="):
+            scaler.unscale_(optimizer, max_norm=1.0)
+        return float(scaler.unscale_(optimizer, max_norm=1.0, norm_over="rank"))
+
+    assert run_ranks(2, rank) == [5.0, 5.0]
+
+
+@pytest.mark.numpy
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("bad_ranks", [[0], [1], [0, 1]], ids=str)
 def test_a_norm_that_overflows_alone_is_an_overflow_of_the_ranks_whose_parts_do(bad_ranks: list[int]):

@@ -250,6 +250,80 @@ def test_a_scaler_has_its_number_again_in_a_group_that_it_joins_once_more():
     assert run_ranks(2, rank) == ["stepped", "stepped"]
 
 
+# In place of "set_group" and "load": whether one rank alone has begun when its group is lost, and all take another.
+@pytest.mark.parametrize(
+    "ways", [["set_group"], ["load"], ["copy"], ["lost", "set_group"], ["lost", "set_group", "load"]]
+)
+def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: list[str]):
+    def rank(group) -> list[Any]:
+        lost = Unreachable(is_refusing=False)
+        lost.rank, lost.size = group.rank, group.size
+        scaler = ShardedGradScaler(group=lost if "lost" in ways else group)
+        saved, optimizer = scaler.state_dict(), begin(scaler)
+        optimizer.grads[0].flags.writeable = group.rank == 0
+        if "lost" not in ways or group.rank == 0:
+            with pytest.raises(gradscale.GradscaleError):
+                scaler.step(optimizer)
+        optimizer.grads = [np.array(optimizer.grads[0])]
+        for way in ways[-2:]:
+            if way == "set_group":
+                scaler.set_group(group)
+            elif way == "load":
+                scaler.load_state_dict(saved)
+            elif way == "copy":
+                scaler = copy.deepcopy(scaler)
+        with pytest.raises(gradscale.CallOrderError, match=r"scale\(\) has never been called on any rank since"):
+            scaler.step(optimizer)
+        optimizer = begin(scaler)
+        scaler.step(optimizer)
+        return [one.tolist() for one in optimizer.seen[0]]
+
+    assert run_ranks(2, rank) == [[[1.0] * 3]] * 2
+
+
+def test_a_failed_step_can_be_made_again_but_not_with_the_gradients_of_another_loss():
+    class Failing(Tree):
+        def step(self, *_):
+            if self.fails:
+                raise MemoryError
+            return super().step()
+
+    for scales_again in (False, True):
+        scaler, optimizer = GradScaler(), Failing()
+        scaler.scale(np.float32(1.0))
+        optimizer.grads, optimizer.fails = [np.full(3, 65536.0, np.float32)], True
+        with pytest.raises(MemoryError):
+            scaler.step(optimizer)
+        optimizer.fails = False
+        if scales_again:
+            scaler.scale(np.float32(1.0))
+            with pytest.raises(gradscale.CallOrderError, match=r"has failed, .* update\(get_scale\(\)\)"):
+                scaler.step(optimizer)
+            scaler.update(scaler.get_scale())
+            optimizer.grads = begin(scaler).grads
+        scaler.step(optimizer)
+        assert [one.tolist() for one in optimizer.seen[0]] == [[1.0] * 3]
+
+
+@pytest.mark.parametrize("broken", ["text", np.full(3, 3e38, np.float32)], ids=["text", "error of NumPy"])
+def test_a_rank_that_cannot_unscale_is_told_of_whatever_step_is_next(broken: Any):
+    def rank(group):
+        scaler = ShardedGradScaler(group=group, policy=gradscale.StaticScale(1.0), timeout=5.0)
+        one, other = begin(scaler), begin(scaler)
+        one.grads = [broken] if group.rank == 1 else one.grads
+
+        def calls():
+            scaler.unscale_(one, max_norm=1.0, norm_over="rank")
+            scaler.unscale_(other)
+            scaler.step(other)
+
+        with pytest.raises((gradscale.GradscaleError, FloatingPointError)) as caught, np.errstate(over="raise"):
+            calls()
+        return type(caught.value)
+
+    assert run_ranks(2, rank)[0] is gradscale.ScaleDesyncError
+
+
 def test_a_rank_that_cannot_unscale_is_told_of_over_several_groups():
     def rank(group):
         scaler = ShardedGradScaler(group=[group, group])

@@ -267,7 +267,9 @@ class Model:
         """Unscale in float32: gradients that are unscaled again in a later iteration drift away."""
         turn, state, self.is_new = self.turns[k], state or self.used or self.state, False
         self.has_array = True
-        turn.scale, turn.is_at_min = float(state.scale), bool(self.policy.at_min_scale(state))
+        # Where a closure has lowered the scale to the least, the update starts from another one.
+        is_own = state is (self.used or self.state)
+        turn.scale, turn.is_at_min = float(state.scale), is_own and bool(self.policy.at_min_scale(state))
         self.gradients[k] = [None if value is None else rounded(value / turn.scale) for value in self.gradients[k]]
         turn.bad = [value is not None and not math.isfinite(value) for value in self.gradients[k]]
 
@@ -280,10 +282,9 @@ class Model:
             self.has_nothing(k, norm is not None)
             if not turn.has_begun:
                 means = [*map(mean, zip(*self.losses.each, strict=True))] or [None] * self.size
-                turn.found = [None if rank in turn.refused else {"loss": means[rank], "norm": norm} for rank in ranks]
-                spikes = [
-                    rank for rank in ranks if turn.found[rank] and self.memories[rank].finds_spike(k, turn.found[rank])
-                ]
+                turn.found = [{"loss": means[rank], "norm": norm} for rank in ranks]
+                told = [memory.finds_spike(k, one) for memory, one in zip(self.memories, turn.found, strict=True)]
+                spikes = [rank for rank in ranks if told[rank] and rank not in turn.refused]
             self.losses = self.losses._replace(is_used=True)
         overflows = [rank for rank in ranks if turn.bad[rank]]
         for reason, seen in (("overflow", overflows), ("refused", sorted(turn.refused)), ("spike", spikes)):
@@ -385,12 +386,20 @@ class Model:
         self.begin()
         if is_at_min and not isinstance(failure, KeyboardInterrupt):
             return report, gradscale.ScaleUnderflowError, ["at its minimum, "]
-        return report, *(self.stall() if failure is None else (type(failure), [str(failure)]))
+        if failure is not None and (isinstance(failure, KeyboardInterrupt) or not self.gives_up):
+            return report, type(failure), [str(failure)]
+        return report, *self.stall()
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether as many iterations in a row were skipped as are allowed."""
+        most = self.settings["give_up_after"]
+        return most is not None and len({report.iteration for report in self.row}) >= most
 
     def stall(self) -> tuple[type[Exception] | None, Sequence[str]]:
         """Return the error or the warning after steps that were all skipped, for some iterations in a row."""
         length, scales = len({report.iteration for report in self.row}), [report.scale for report in self.row]
-        gives_up = self.settings["give_up_after"] is not None and length >= self.settings["give_up_after"]
+        gives_up = self.gives_up
         # As a first scale that is much too large does for long.
         is_falling = len(scales) > 1 and 1.0 < scales[-1] < scales[-2]
         if not scales or not (gives_up or (self.warn_at is not None and length >= self.warn_at and not is_falling)):
@@ -774,7 +783,7 @@ class _Life:
 
     def begin(self, k: int, call: Callable[..., Any], **clip) -> bool:
         """Let the model divide gradients; False, after asserting the error, if no rank has scaled their loss."""
-        since = "" if self.model.is_new else " since a state was loaded or a scale set"
+        since = "" if self.model.is_new else " since a state was loaded, or a scale or a group set"
         may, where = self.model.may_unscale(k), "" if self.group is None else " on any rank"
         said = f"scale() has never been called{where}{since}: make the gradients of", ORDER
         if not self.model.has_array and None in self.model.gradients[k]:
