@@ -161,7 +161,7 @@ def draw(number: int) -> SimpleNamespace:
     made = SimpleNamespace(number=number, **{name: each[number % len(each)] for name, each in CHOICES.items()})
     made.axes, made.models = HOWS[made.how], 1 if made.how in ("eager", "jit") else COUNT
     # Ranks of one model, whose gradients are summed, by shard_map itself if it checks what varies over them.
-    made.is_whole, made.is_checked = made.how == "shard_map" and number // 7 % 2 == 0, chance.random() < 0.5
+    made.is_whole, made.is_checked = made.how == "shard_map" and number // 7 % 2 == 0, number // 14 % 2 == 1
     made.rows, made.models = made.models, 1 if made.is_whole else made.models
     made.policy, made.is_nested = chance.choice(POLICIES), chance.random() < 0.3
     made.way = "none" if made.inner == "noisy" else chance.choice([*WAYS])
@@ -169,24 +169,29 @@ def draw(number: int) -> SimpleNamespace:
     if not made.by_optax:
         made.form, made.has_aux = [*FORMS.values()][number // 3 % len(FORMS)], chance.random() < 0.5
         _, (first, *more), _ = made.form
+        if made.how in ("eager", "jit") and number // 21 % 2 == 0:
+            # Only there a step is given numbers of Python.
+            made.way = "other numbers"
         choices = SEQUENCES if more else (*SEQUENCES, lambda each: each[0], lambda each: np.int64(each[0]))
         made.argnums = chance.choice(choices)([first, *more])
         made.loss_dtype = ("float32", "float16", "bfloat16")[number // 3 % 3]
         if made.loss_dtype == "float16":
             # Of which the scale comes to the most that the first cotangent can hold.
             made.policy = POLICIES[number % 2]
-        dtypes = chance.choice((*DTYPES, ("float16", "complex64")))
+        # Where a norm is judged.
+        dtypes = ("float16", "complex64") if number % 15 == 13 else chance.choice(DTYPES)
     elif made.inner in EXACT:
-        dtypes = chance.choice(DTYPES)
+        # The state of one that is parted is of the weight.
+        dtypes = DTYPES[2] if made.inner == "partitioned" else chance.choice(DTYPES)
         made.tells_loss = made.rule is None or "norm" not in made.rule.of or chance.random() < 0.7
     if made.is_whole:
         # Of which no sum is rounded.
         made.loss_dtype, dtypes = "float32", DTYPES[0]
     made.dtypes = dict(zip(SIZES, dtypes, strict=True))
     # Without a dtype, state in half precision is refused.
-    is_wide = made.inner == "partitioned" and dtypes[1] != "float16"
-    may_keep = not made.by_optax or made.inner.startswith("no ") or is_wide
-    made.dtype = None if NARROW.isdisjoint(dtypes) or (may_keep and chance.random() < 0.5) else "float32"
+    may_keep = not made.by_optax or made.inner.startswith("no ")
+    is_wide = NARROW.isdisjoint(dtypes) or (made.by_optax and made.inner == "partitioned")
+    made.dtype = None if is_wide or (may_keep and chance.random() < 0.5) else "float32"
     made.mode = functools.partial(x64_mode, "float64" in dtypes)
     if made.way == "other numbers" and (made.is_whole or (made.by_optax and "float64" in dtypes)):
         # Python's numbers have no devices, and scaled keeps wide ones.
@@ -267,7 +272,7 @@ def given_loss(_params, _grads, loss):
 
 def _backward(kept, seed):
     def times_seed(param, grad):
-        return (grad * seed.astype(jnp.finfo(grad.dtype).dtype)).astype(param.dtype)
+        return (grad * seed.astype(grad.dtype)).astype(param.dtype)
 
     return jax.tree.map(times_seed, *kept), None, None
 
@@ -556,6 +561,7 @@ def assert_step(program, loss, here: Left, row: list[float], stepped, saved, rep
     verdict, counts, rule = here.verdict, saved["counts"], program.rule
     told = bool(verdict.taken), int(verdict.nonfinite), bool(verdict.spike), bool(verdict.desynced)
     assert told == (not report.skipped, report.nonfinite, report.reason == "spike", False)
+    assert str(verdict).endswith(f", scale {report.scale:.9g})")
     trackers = ("scale", "_growth_tracker", "_overflow_tracker", "_rescale_tracker")
     assert [field.item() for field in here.scale_state] == [saved.get(name, 0) for name in trackers]
     if not program.by_optax:
