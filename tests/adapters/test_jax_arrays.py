@@ -19,8 +19,8 @@ from gradscale.core.summaries import Summary
 
 pytestmark = pytest.mark.jax
 
-LATE = pytest.mark.tier("all")
 BACKEND = registry.get("jax")
+WIDTHS = ["float16", "float8_e4m3fn", "float8_e5m2", "float32", "complex64", "float64", "complex128"]
 
 
 def bits(x):
@@ -29,19 +29,9 @@ def bits(x):
 
 
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize(
-    ("name", "x64"),
-    [
-        ("bfloat16", False),
-        *(
-            pytest.param(name, False, marks=LATE)
-            for name in ("float16", "float8_e4m3fn", "float8_e5m2", "float32", "complex64")
-        ),
-        *(pytest.param(name, True, marks=LATE) for name in ("float64", "complex128")),
-    ],
-)
-def test_the_adapter_gives_the_pure_cores_bits(name: str, x64: bool):
-    with x64_mode(x64):
+@pytest.mark.parametrize("name", ["bfloat16", *later("all", *WIDTHS)])
+def test_the_adapter_gives_the_pure_cores_bits(name: str):
+    with x64_mode(name in ("float64", "complex128")):
         gradscale.testing.check_backend(BACKEND, jnp.zeros(()), dtypes=[jnp.dtype(name)])
 
 

@@ -159,14 +159,6 @@ def test_master_gradients_and_dtypes_that_are_none_are_told_apart():
         scaler.unscale_(descent)
 
 
-def test_a_state_that_was_saved_goes_on():
-    scaler = GradScaler(init_scale=8.0)
-    scaler.scale(mx.array(1.0))
-    other = GradScaler()
-    other.load_state_dict(scaler.state_dict())
-    assert other.scale(mx.array(2.0, mx.bfloat16)).item() == 16.0
-
-
 def test_an_error_of_mlx_itself_is_not_explained(monkeypatch: pytest.MonkeyPatch):
     def fail(*_):
         msg = "out of memory"
