@@ -140,7 +140,7 @@ def is_trained(leaf) -> bool:
 
 
 # The arguments in which value_and_grad is given the parameters, the positions of these, and what is said of them.
-FORMS: dict[str, tuple[Callable[[Any], list[Any]], list[int], dict[str, Any]]] = {
+FORMS = {
     "tree": (lambda params: [params], [0], {}),
     "apart": (lambda params: ["neither", *params.values()], [1, -1], {}),
     "class": (lambda params: [Layer(**params)], [-1], {}),
@@ -149,7 +149,7 @@ FORMS: dict[str, tuple[Callable[[Any], list[Any]], list[int], dict[str, Any]]] =
     "modules": (in_modules, [0], {"filter": is_trained}),
 }
 # What positions may be told in; one of them also as itself.
-SEQUENCES: tuple[Callable[[list[int]], Any], ...] = (tuple, set, iter, np.asarray, lambda each: [*map(np.int64, each)])
+SEQUENCES = (tuple, set, iter, np.asarray, lambda each: [*map(np.int64, each)])
 # Of the bias and of the weight.
 DTYPES = (("float32", "float32"), ("float32", "float16"), ("float16", "bfloat16"), ("float32", "float64"))
 STATES = (gradscale_jax.ScaledOptimizerState, gradscale_jax.GuardedState, ScaleState)
