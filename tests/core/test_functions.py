@@ -1,18 +1,18 @@
-"""The pure functions: scale (and GradScaler's), unscale, with out= too, and select."""
+"""The pure functions: scale (and GradScaler's), unscale, with out= too, and select, of anything that can be drawn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from axes import require
-from hypothesis import example, given
-from hypothesis import strategies as st
 from libraries import Library
 from runs import start
+from tiers import examples
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale, presets
@@ -21,175 +21,249 @@ from gradscale.core import arithmetic
 # See conftest.py.
 PURE = TRACED = True
 
-# scale.
-
-Scale = Callable[..., Any]
-
-
-@pytest.fixture(params=["function", "scaler"])
-def scale(request: pytest.FixtureRequest, arrays: Library) -> Scale:
-    """Return both ways to scale: a function of the outputs and the initial scale."""
-    if request.param == "scaler":
-        return lambda outputs, by=4.0: GradScaler(init_scale=by).scale(outputs)
-    return lambda outputs, by=4.0: gradscale.scale(outputs, start(arrays, DynamicScale(init_scale=by)))
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_the_dtype_is_kept_but_for_a_0d_loss_of_half_precision(arrays: Library, scale: Scale):
-    for dtype in arrays.reals:
-        for values in ([1.5, -2.0], [[0.5]], []):
-            given = arrays.asarray(values, dtype)
-            arrays.assert_array(scale(given), np.asarray(values) * 4.0, dtype)
-            arrays.assert_array(given, values, dtype)
-        wide = "float32" if dtype in arrays.halves else dtype
-        arrays.assert_array(scale(arrays.asarray(3.0, dtype), 65536.0), 196608.0, wide)
-    for dtype in ("complex64", "complex128"):
-        arrays.assert_array(scale(arrays.asarray([1 + 2j, -3j], dtype)), [4 + 8j, -12j], dtype)
-    if "float16" in arrays.halves:
-        arrays.assert_array(scale(arrays.asarray([3.0, 0.0], "float16"), 65536.0), [math.inf, 0.0], "float16")
-    arrays.assert_array(scale(arrays.asarray([math.inf, -math.inf, math.nan])), [math.inf, -math.inf, math.nan])
-
-
-def test_trees_come_back_and_a_generator_is_walked_once(arrays: Library, scale: Scale):
-    # One array in two places is scaled in both; test_tree.py has every container.
-    shared = arrays.asarray([2.0])
-    got = scale({"a": (shared, [None, ()]), "b": shared})
-    assert (type(got["a"]), got["a"][1]) == (tuple, [None, ()])
-    listed = scale(each for each in (shared, shared))
-    assert type(listed) is list
-    for leaf in (got["a"][0], got["b"], *listed):
-        arrays.assert_array(leaf, [8.0])
-    for empty in ([], (), {}, None, [None], [[], {}]):
-        assert scale(empty) == empty
-
-
-def test_integers_booleans_and_none_pass_through_untouched(arrays: Library, scale: Scale):
-    through = [None, 3, True, arrays.asarray([1, 2], "int32"), arrays.asarray(7, "int64"), arrays.asarray(True, "bool")]
-    got = scale([*through, arrays.asarray(1.0)])
-    assert all(after is before for before, after in zip(through, got[:-1], strict=True))
-    arrays.assert_array(got[-1], 4.0)
-    assert all(after is before for before, after in zip(through, scale(through), strict=True))
-
-
-WRONG: dict[str, tuple[Any, str]] = {
-    "text": ("loss", "output must be an array"),
-    "a float in a tree": ({"loss": [None, 1.5]}, r"output at \['loss'\]\[1\] must be an array"),
-    "complex": (1j, "output must be an array"),
-    "a set": ({1.5}, "output must be an array"),
-    "an array of objects": (np.array([None], dtype=object), r"integer or bool dtype, got dtype\('O'\)"),
-    "records": ({"r": np.zeros(1, dtype=[("x", "f4")])}, r"output at \['r'\] must have a floating"),
-}
-
-
-def test_what_is_no_array_of_one_library_is_refused_with_its_place(arrays: Library, strict: Library, scale: Scale):
-    stranger = np.ones(1) if arrays.name.startswith("strict") else strict.asarray([1.0])
-    other = r"output at \['x'\]\[1\] must be an array of the library .* use one"
-    for wrong, message in (*WRONG.values(), ({"x": [arrays.asarray([1.0]), stranger]}, other)):
-        with pytest.raises(InvalidTypeError, match=message):
-            scale(wrong)
-
-
-# unscale: exact reciprocals, dtypes, the verdict on what is stored, trees and devices.
-
 SMALLEST = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)
-overflows = pytest.mark.filterwarnings(
-    "ignore:overflow encountered in (cast|multiply):RuntimeWarning",
-    "ignore:invalid value encountered in (cast|multiply):RuntimeWarning",
-)
+# Powers of two up to the ends of float32, and scales whose reciprocals are rounded.
+SCALES = [*(2.0**exponent for exponent in (-126, -115, -10, 0, 3, 17, 30, 126, 127)), LARGEST]
+SCALES += [float(np.float32(scale)) for scale in (3.0, 0.1, 65535.0, 1e-37, 3e38, 1.0 + 2.0**-23)]
+# Values before or after the multiplication; some round to inf in half precision, and some just do not.
+VALUES = (0.0, -0.0, 1.0, -1.5, 3.0, 1.0 + 2.0**-23, 1.0 + 2.0**-50, 2.0**-17 + 2.0**-27, 2.0**-24, -8e6, 65519.0)
+VALUES += (65520.0, 65520.0, -65520.0, 65535.9, -65535.9, -3.39e38, 3.3961775e38, 1e300, math.inf, -math.inf, math.nan)
+SHAPES = ((), (2,), (0,), (3,), (1, 1), (2, 0, 3))
+COMPLEX = ("complex64", "complex128")
+OVERFLOWS = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+# Containers of leaves, and how the leaves are had back; test_tree.py has every container.
+FORMS: list[tuple[Callable[[list[Any]], Any], Callable[[Any], list[Any]]]] = [
+    (list, lambda got: got),
+    (lambda leaves: {"a": (leaves[0], [None, ()]), "b": tuple(leaves[1:])}, lambda got: [got["a"][0], *got["b"]]),
+    # Walked once.
+    (iter, lambda got: got if type(got) is list else []),
+    (lambda leaves: leaves[0], lambda got: [got]),
+]
 
 
-def unscale(arrays: Library, grads, scale: float, **options):
-    """Return the unscaled gradients and the count, after asserting what it is."""
-    state = start(arrays, DynamicScale(init_scale=scale))
-    unscaled, nonfinite = gradscale.unscale(grads, state, **options)
-    arrays.assert_is_mine(nonfinite)
-    assert nonfinite.dtype == arrays.dtype("int32")
-    assert arrays.state(state)[0] == scale
-    return unscaled, arrays.item(nonfinite)
+class Leaf(NamedTuple):
+    """A leaf; if it is an array to be multiplied, its values in NumPy and the name of its dtype."""
+
+    given: Any
+    values: Any = None
+    dtype: str = ""
 
 
-def test_values_are_divided_into_new_arrays_of_their_dtypes(arrays: Library):
-    for dtype in arrays.reals:
-        for values in ([8.0, -4.0], [[1.0]], 2.0, np.zeros(0), np.zeros((2, 0, 3))):
-            got, nonfinite = unscale(arrays, arrays.asarray(values, dtype), 8.0)
-            arrays.assert_array(got, np.asarray(values) / 8.0, dtype)
-            assert nonfinite == 0
-    # float64 is divided in itself, and half precision in float32, where the reciprocal of 2**17 is not 0.
-    value = 1.0 + 2.0**-50
-    arrays.assert_array(unscale(arrays, arrays.asarray([value * 8.0], "float64"), 8.0)[0], [value], "float64")
-    for half in arrays.halves:
-        got, _ = unscale(arrays, arrays.asarray([2.0**-7, 1.0], half), 2.0**17)
-        arrays.assert_array(got, [2.0**-24, 2.0**-17], half)
-    given = arrays.asarray([8.0])
-    got, _ = unscale(arrays, given, 1.0)
-    assert got is not given
-    arrays.assert_array(got, [8.0])
+class Draw:
+    """A scale and outputs or gradients, drawn at random, and what becomes of each leaf."""
+
+    def __init__(self, arrays: Library, seed: int):
+        self.arrays, self.chance = arrays, random.Random(seed)
+        rounded = float(np.float32(math.ldexp(self.chance.uniform(1.0, 2.0), self.chance.randint(-126, 127))))
+        self.scale = self.chance.choice([rounded, 2.0 ** self.chance.randint(-126, 127), *SCALES])
+        self.state = start(arrays, DynamicScale(init_scale=self.scale))
+        self.leaves = [self.leaf() for _ in range(self.chance.randint(1, 4))]
+        # One array may be in two places.
+        self.leaves += [self.chance.choice(self.leaves)] * self.chance.randint(0, 1)
+        self.make, self.take = self.chance.choice(FORMS if self.leaves[0].dtype else FORMS[:-1])
+        if self.make is FORMS[-1][0]:
+            self.leaves = self.leaves[:1]
+
+    def leaf(self) -> Leaf:
+        integers = [("int32", [1, 2]), ("int64", 7), ("bool", True)]
+        others = [None, 3, True, *(self.arrays.asarray(value, dtype) for dtype, value in integers)]
+        dtype = self.chance.choice([*self.arrays.reals, *self.arrays.reals, *COMPLEX])
+        return Leaf(self.chance.choice(others)) if self.chance.random() < 0.2 else self.array(dtype, self.shape())
+
+    def shape(self) -> tuple[int, ...]:
+        # For each other one, some libraries compile anew.
+        return self.chance.choice(SHAPES[:3] if self.arrays.is_slow else SHAPES)
+
+    def array(self, dtype: str, shape: tuple[int, ...]) -> Leaf:
+        pool = VALUES if dtype in (*self.arrays.reals, *COMPLEX) else (0.0, 1.0)
+        factor = self.chance.choice([1.0, 1.0 / self.scale, self.scale, self.scale]) if pool is VALUES else 1.0
+        values = np.array([self.chance.choice(pool) * factor for _ in range(math.prod(shape))]).reshape(shape)
+        given = self.arrays.asarray((values + 1j * np.flip(values) if dtype in COMPLEX else values).tolist(), dtype)
+        given = self.arrays.xp.reshape(given, shape)
+        return Leaf(given, self.arrays.to_numpy(given), dtype)
+
+    def product(self, leaf: Leaf, factors: tuple[float, ...], dtype: str):
+        """Return the products in float32, or in a wider type itself, as the library rounds them to a dtype."""
+        wide = leaf.dtype if leaf.dtype in ("float64", *COMPLEX) else "float32"
+        found = self.flushed(leaf.values.astype(wide))
+        for factor in factors:
+            found = self.flushed(np.asarray(found * np.float32(factor)))
+        return self.arrays.to_numpy(self.arrays.xp.astype(self.arrays.asarray(found, wide), self.arrays.dtype(dtype)))
+
+    def flushed(self, x):
+        if not self.arrays.flushes_subnormals or x.dtype not in (np.float32, np.complex64):
+            return x
+        real, imag = (
+            np.where(np.abs(part) < SMALLEST, np.copysign(np.float32(0.0), part), part) for part in (x.real, x.imag)
+        )
+        return real + 1j * imag if x.dtype == np.complex64 else real
+
+    def is_finite(self, leaf: Leaf, got: Any, factors: tuple[float, ...], dtype: str) -> bool:
+        """Assert what a leaf has become, and tell whether that is finite; all but floating arrays pass through."""
+        if not leaf.dtype:
+            assert got is leaf.given
+            return True
+        wanted = self.product(leaf, factors, dtype)
+        is_finite = bool(np.isfinite(wanted).all())
+        if is_finite or dtype not in COMPLEX:
+            self.arrays.assert_array(got, wanted, dtype)
+        else:
+            assert (got.shape, got.dtype) == (wanted.shape, self.arrays.dtype(dtype))
+            assert not np.isfinite(self.arrays.to_numpy(got)).all()
+        return is_finite
+
+    def require_kept(self, leaves: list[Leaf]):
+        for leaf in leaves:
+            if leaf.dtype:
+                self.arrays.assert_array(leaf.given, leaf.values, leaf.dtype)
 
 
-@pytest.mark.parametrize("part", [complex(1, math.inf), complex(math.nan, 1), complex(-math.inf, math.nan)])
-@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
-def test_both_parts_of_complex_gradients_are_divided_and_judged(arrays: Library, part: complex):
-    for dtype in ("complex64", "complex128"):
-        got, nonfinite = unscale(arrays, arrays.asarray([8 + 16j, -8j], dtype), 8.0)
-        arrays.assert_array(got, [1 + 2j, -1j], dtype)
-        assert nonfinite == 0
-        assert unscale(arrays, [arrays.asarray([1j, part], dtype)], 8.0)[1] == 1
+def drawn(arrays: Library) -> Iterator[Draw]:
+    for seed in range(examples(150 if arrays.is_slow else 1000)):
+        yield Draw(arrays, seed)
 
 
-@overflows
-def test_a_value_that_overflows_when_it_is_divided_or_cast_is_counted(arrays: Library):
-    got, nonfinite = unscale(arrays, [arrays.asarray([1e38]), arrays.asarray([1.0])], 2.0**-10)
-    arrays.assert_array(got[0], [math.inf])
-    arrays.assert_array(got[1], [1024.0])
-    assert nonfinite == 1
-    big = arrays.asarray([1e300], "float64")
-    assert unscale(arrays, big, 8.0)[1] == 0
-    got, nonfinite = unscale(arrays, big, 8.0, dtype=arrays.dtype("float32"))
-    arrays.assert_array(got, [math.inf])
-    assert nonfinite == 1
-    for half in arrays.halves:
-        largest = {"float16": 65504.0, "bfloat16": 3.3e38}[half]
-        assert unscale(arrays, arrays.asarray([largest], half), 2.0**-10)[1] == 1
-        assert unscale(arrays, arrays.asarray([8e6]), 8.0, dtype=arrays.dtype(half))[1] == (half == "float16")
+@OVERFLOWS
+def test_any_outputs_are_multiplied_in_their_dtypes_but_for_a_0d_loss_of_half_precision(arrays: Library):
+    for draw in drawn(arrays):
+        for scale in (lambda x, state=draw.state: gradscale.scale(x, state), GradScaler(init_scale=draw.scale).scale):
+            scaled = draw.take(scale(draw.make([leaf.given for leaf in draw.leaves])))
+            for leaf, got in zip(draw.leaves, scaled, strict=True):
+                is_widened = leaf.dtype in arrays.halves and leaf.given.shape == ()
+                draw.is_finite(leaf, got, (draw.scale,), "float32" if is_widened else leaf.dtype)
+        draw.require_kept(draw.leaves)
 
 
-# The reciprocal.
+@OVERFLOWS
+def test_any_gradients_are_divided_and_counted_as_they_are_stored(arrays: Library):
+    for draw in drawn(arrays):
+        how = draw.chance.choice(["new", "dtype", "dtype", "out", "themselves"])
+        draw.make = list if draw.make is iter and how in ("out", "themselves") else draw.make
+        wanted, options, leaves, targets = (
+            draw.chance.choice([arrays.reals[0], *arrays.reals]),
+            {},
+            draw.leaves,
+            draw.leaves,
+        )
+        given = draw.make([leaf.given for leaf in leaves])
+        if how == "dtype":
+            options["dtype"] = arrays.dtype(wanted)
+        elif how == "themselves":
+            options["out"] = given
+        elif how == "out":
+            kinds = [draw.chance.choice(COMPLEX if leaf.dtype in COMPLEX else arrays.reals) for leaf in leaves]
+            targets = [
+                draw.array(kind, leaf.given.shape) if leaf.dtype else Leaf(draw.chance.choice([None, 7]))
+                for leaf, kind in zip(leaves, kinds, strict=True)
+            ]
+            options["out"] = draw.make([target.given for target in targets])
+        unscaled, nonfinite = gradscale.unscale(given, draw.state, **options)
+        # Above 2**126 the reciprocal is subnormal.
+        is_split = arrays.flushes_subnormals and draw.scale > 2.0**126
+        inverse = tuple(float(np.float32(1.0 / x)) for x in ((4.0, draw.scale / 4.0) if is_split else (draw.scale,)))
+        bad, first = set(), dict(zip([id(leaf.given) for leaf in reversed(leaves)], reversed(targets), strict=True))
+        for leaf, got in zip(leaves, draw.take(unscaled), strict=True):
+            target = first[id(leaf.given)]
+            dtype = wanted if how == "dtype" and leaf.dtype not in ("", *COMPLEX) else target.dtype or leaf.dtype
+            if not draw.is_finite(leaf, got, inverse, dtype):
+                bad.add(id(leaf.given))
+            if leaf.dtype and "out" in options:
+                assert (got is target.given) is arrays.writes
+        arrays.assert_array(nonfinite, len(bad), "int32")
+        if how != "themselves" or not arrays.writes:
+            draw.require_kept(leaves)
+        if not arrays.writes:
+            draw.require_kept(targets)
 
 
-@pytest.mark.parametrize("scale", [2.0**exponent for exponent in range(-126, 128, 11)])
-def test_powers_of_two_divide_exactly(arrays: Library, scale: float):
-    given = [1.0, -1.5, 1.0000001192092896]
-    got, nonfinite = unscale(arrays, arrays.asarray([x * scale for x in given]), scale)
-    # float32's subnormals end at 2**-149: beyond 2**125 the reciprocal itself is subnormal, and exact.
-    # Yet no gradient is lost by that: they are normal numbers before and after.
-    arrays.assert_array(got, [np.float32(np.float32(x * scale) * np.float32(1 / scale)) for x in given])
-    if 2.0**-125 < scale < 2.0**126:
-        arrays.assert_array(got, given)
-    assert nonfinite == 0
+@OVERFLOWS
+def test_every_leaf_is_taken_from_the_tree_that_the_bool_chooses(arrays: Library):
+    for draw in drawn(arrays):
+        dtypes = [draw.chance.choice([*arrays.reals, *COMPLEX, "int32", "bool"]) for _ in draw.leaves]
+        pairs = [[draw.array(dtype, shape) for _ in range(2)] for dtype in dtypes for shape in [draw.shape()]]
+        pairs += [[Leaf(same)] * 2 for same in (None, 3, "adam")] * (draw.make is not FORMS[-1][0])
+        pred = draw.chance.random() < 0.5
+        trees = [draw.make([leaf.given for leaf in leaves]) for leaves in zip(*pairs, strict=True)]
+        chosen = draw.take(gradscale.select(arrays.asarray(pred, "bool"), *trees))
+        for pair, got in zip(pairs, chosen, strict=False):
+            one = pair[0 if pred else 1]
+            assert (got == one.given) if not one.dtype else got is not one.given
+            draw.require_kept([*pair, one._replace(given=got)])
 
 
-@pytest.mark.parametrize("scale", [3.0, 0.1, 65535.0, 1e-37, 3e38, 1.0 + 2.0**-23, SMALLEST, LARGEST])
-def test_the_reciprocal_of_another_scale_is_rounded_once(arrays: Library, scale: float):
-    scale = float(np.float32(scale))
-    expected = np.float32(1.0 / np.float64(scale))
-    if arrays.flushes_subnormals and expected < SMALLEST:
-        expected = np.float32(0.0)
-    got, _ = unscale(arrays, arrays.asarray([1.0, 1.0]), scale)
-    arrays.assert_array(got, [expected, expected])
+# What is refused, with its place; nothing is written then.
+
+Refused = tuple[type[Exception], str, Callable[[], object]]
 
 
-@pytest.mark.numpy
-@given(scale=st.floats(SMALLEST, LARGEST, width=32))
-@example(scale=3.0)
-def test_the_reciprocal_is_numpys_through_float64(scale: float):
-    from libraries import opened
+def refused(arrays: Library, strict: Library, target: Any) -> Iterator[Refused]:
+    """Yield calls with the error of each."""
+    x, y, one, yes = (
+        arrays.asarray([8.0]),
+        arrays.asarray([8.0, 8.0]),
+        arrays.asarray(1.0),
+        arrays.asarray(True, "bool"),
+    )
+    stranger = np.ones(2) if arrays.name.startswith("strict") else strict.asarray([1.0, 1.0])
+    wide, jagged, integers = (arrays.asarray([1.0, 2.0], dtype) for dtype in ("float64", "complex64", "int32"))
+    state = start(arrays, DynamicScale(init_scale=8.0))
 
-    expected = np.float32(1.0 / np.float64(scale))
-    with opened("numpy") as library:
-        state = start(library, DynamicScale(init_scale=scale))
-        assert arithmetic.reciprocal(state.scale) == expected
-        assert gradscale.unscale(np.ones(1, np.float32), state)[0][0] == expected
+    def unscale(grads, **options):
+        return lambda: gradscale.unscale(grads, state, **options)
+
+    def select(*given, pred=yes):
+        return lambda: gradscale.select(pred, *given)
+
+    other = "must be an array of the library .* use one"
+    for wrong, message in (
+        ("loss", "output must be an array"),
+        ({"loss": [None, 1.5]}, r"output at \['loss'\]\[1\] must be an array"),
+        *((kind, "output must be an array") for kind in (1j, {1.5})),
+        (np.array([None], dtype=object), r"integer or bool dtype, got dtype\('O'\)"),
+        ({"r": np.zeros(1, dtype=[("x", "f4")])}, r"output at \['r'\] must have a floating"),
+        ({"x": [x, stranger]}, rf"output at \['x'\]\[1\] {other}"),
+    ):
+        for scale in (GradScaler().scale, lambda outputs: gradscale.scale(outputs, state)):
+            yield InvalidTypeError, message, lambda scale=scale, wrong=wrong: scale(wrong)
+    yield InvalidTypeError, r"gradient must be an array .*got 1\.5", unscale(1.5)
+    yield InvalidTypeError, r"gradient at \['w'\]\[1\] must be an array", unscale({"w": [None, "x"]})
+    yield InvalidTypeError, "gradient must have a floating", unscale(np.array(["x"]))
+    yield InvalidTypeError, rf"gradient at \[1\] {other}", unscale([x, stranger])
+    for dtype in (integers.dtype, jagged.dtype, "no dtype", 3, [1]):
+        yield InvalidValueError, "dtype must be a real floating dtype .*got", unscale(x, dtype=dtype)
+    yield InvalidValueError, "give dtype= or out=.*not both", unscale([x], out=[x], dtype=x.dtype)
+    for out in ([x, x], {"w": x}, x, []):
+        yield InvalidValueError, "trees must have one structure", unscale([x], out=out)
+    for bad, message in (
+        *((shape, "out must hold an array of shape") for shape in (arrays.asarray([0.0]), None, 3)),
+        (integers, "out must hold a floating array for each gradient, each once"),
+        (jagged, "out must be complex for a complex gradient"),
+    ):
+        yield InvalidValueError, message, unscale([x, y], out=[target, bad])
+    yield InvalidValueError, "out must be complex", unscale([x, jagged], out=[target, wide])
+    yield InvalidValueError, "each once", unscale([x, arrays.asarray([16.0])], out=[target, target])
+    yield InvalidTypeError, "out 1 must be an array", unscale([x, y], out=[target, 1.5])
+    yield InvalidTypeError, "out 1 must be an array of the library", unscale([x, y], out=[target, stranger])
+    yield InvalidTypeError, r"one dtype leaf by leaf, got .*32 and .*64; cast", select(y, wide)
+    for pair in ((x, y), (x, one)):
+        yield InvalidValueError, "one shape leaf by leaf", select(*pair)
+    for first, second in (([1], [1, 2]), ({"a": 1}, {"b": 1}), ([[1]], [1])):
+        yield InvalidValueError, "one structure", select(first, second)
+    for first, second in ((3, 4), ("adam", "sgd"), (None, 3), (1, True), (1, 1.0), (x, 3)):
+        yield InvalidValueError, "no arrays must be equal", select([first], [second])
+    for pred in (arrays.asarray(1, "int32"), arrays.asarray([True], "bool"), True, 0, None):
+        message = "pred must be a 0-d bool array, such as nonfinite == 0, got"
+        yield InvalidTypeError, message, select([x], [x], pred=pred)
+
+
+def test_what_is_wrong_is_refused_with_its_place_and_nothing_is_written(arrays: Library, strict: Library):
+    target = arrays.asarray([0.0])
+    for error, message, call in refused(arrays, strict, target):
+        with pytest.raises(error, match=message):
+            call()
+    arrays.assert_array(target, [0.0])
 
 
 def test_without_float64_powers_of_two_are_exact_all_the_same(strict: Library):
@@ -199,193 +273,6 @@ def test_without_float64_powers_of_two_are_exact_all_the_same(strict: Library):
         got = arithmetic.reciprocal(state.scale)
         assert got.device == where
         assert float(got) == 2.0**-exponent
-
-
-# Trees, masters, and inputs.
-
-
-def test_none_integers_and_containers_are_kept(arrays: Library):
-    count = arrays.asarray([3], "int32")
-    given = {"a": [arrays.asarray([8.0]), None], "b": (count, 5), "c": [], "d": (arrays.asarray(x) for x in (8.0,))}
-    got, nonfinite = unscale(arrays, given, 8.0)
-    arrays.assert_array(got["a"][0], [1.0])
-    arrays.assert_array(got["d"][0], 1.0)
-    assert (got["a"][1], got["b"][1], got["c"], type(got["b"])) == (None, 5, [], tuple)
-    assert got["b"][0] is count
-    assert nonfinite == 0
-    for empty in ([], (), {}, None, [None]):
-        assert unscale(arrays, empty, 8.0) == (empty, 0)
-
-
-def test_a_wanted_dtype_gives_masters_of_real_gradients_only(arrays: Library):
-    given = [arrays.asarray([8.0], dtype) for dtype in (*arrays.reals, "complex64")]
-    got, _ = unscale(arrays, [*given, arrays.asarray([8], "int32")], 8.0, dtype=arrays.dtype("float32"))
-    for master in got[:-2]:
-        arrays.assert_array(master, [1.0], "float32")
-    arrays.assert_array(got[-2], [1.0], "complex64")
-    arrays.assert_array(got[-1], [8], "int32")
-    for half in arrays.halves:
-        got, _ = unscale(arrays, arrays.asarray([2.0**-10], half), 2.0**30, dtype=arrays.dtype("float32"))
-        arrays.assert_array(got, [2.0**-40], "float32")
-
-
-def test_a_wanted_dtype_must_be_real_and_floating(arrays: Library):
-    state = start(arrays, DynamicScale())
-    for wrong in (arrays.dtype("int32"), arrays.dtype("complex64"), "no dtype", 3, [1]):
-        with pytest.raises(InvalidValueError, match=r"dtype must be a real floating dtype .*got"):
-            gradscale.unscale(arrays.asarray([1.0]), state, dtype=wrong)
-
-
-def test_one_array_in_two_places_is_divided_and_counted_once(arrays: Library):
-    shared, bad = arrays.asarray([8.0]), arrays.asarray([math.inf])
-    got, nonfinite = unscale(arrays, [shared, [shared], bad, bad], 8.0)
-    arrays.assert_array(got[0], [1.0])
-    arrays.assert_array(got[1][0], [1.0])
-    assert nonfinite == 1
-
-
-def test_what_is_no_array_of_the_states_library_is_refused_with_its_place(arrays: Library, strict: Library):
-    stranger = np.ones(1) if arrays.name.startswith("strict") else strict.asarray([1.0])
-    for wrong, message in (
-        (1.5, r"gradient must be an array .*got 1\.5"),
-        ({"w": [None, "x"]}, r"gradient at \['w'\]\[1\] must be an array"),
-        (np.array(["x"]), "gradient must have a floating"),
-        ([arrays.asarray([1.0]), stranger], r"gradient at \[1\] must be an array of the library"),
-    ):
-        with pytest.raises(InvalidTypeError, match=message):
-            unscale(arrays, wrong, 8.0)
-
-
-# Written to arrays that are there already, where the library can.
-
-
-def unscale_out(arrays: Library, grads, out, **options):
-    return unscale(arrays, grads, 8.0, out=out, **options)
-
-
-def test_values_come_in_the_dtypes_of_out_and_in_out_where_it_can_be_written(arrays: Library):
-    for dtype in arrays.reals:
-        for wanted in arrays.reals:
-            grads = {"w": arrays.asarray([8.0, 16.0], dtype), "n": None, "b": [arrays.asarray(24.0, dtype), 3]}
-            out = {"w": arrays.asarray([0.0, 0.0], wanted), "n": None, "b": [arrays.asarray(0.0, wanted), 3]}
-            got, nonfinite = unscale_out(arrays, grads, out)
-            arrays.assert_array(got["w"], [1.0, 2.0], wanted)
-            arrays.assert_array(got["b"][0], 3.0, wanted)
-            assert (got["n"], got["b"][1], nonfinite) == (None, 3, 0)
-            # The gradients are left alone.
-            arrays.assert_array(grads["w"], [8.0, 16.0], dtype)
-            if arrays.writes:
-                assert got["w"] is out["w"]
-                assert got["b"][0] is out["b"][0]
-            else:
-                arrays.assert_array(out["w"], [0.0, 0.0], wanted)
-    if "float16" in arrays.halves:
-        # A quotient that float16 does not hold.
-        got, _ = unscale_out(arrays, [arrays.asarray([2.0**-14 + 2.0**-24], "float16")], [arrays.asarray([0.0])])
-        arrays.assert_array(got[0], [2.0**-17 + 2.0**-27])
-    got, _ = unscale_out(arrays, [arrays.asarray([8.0], "complex64")], [arrays.asarray([0.0], "complex128")])
-    arrays.assert_array(got[0], [1.0], "complex128")
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_finiteness_is_judged_in_the_dtype_of_out_and_integers_pass_through(arrays: Library):
-    grads = [arrays.asarray([1e300], "float64"), arrays.asarray([3], "int32"), None]
-    got, nonfinite = unscale_out(arrays, grads, [arrays.asarray([0.0], "float32"), None, 7])
-    arrays.assert_array(got[0], [math.inf])
-    assert (nonfinite, got[2]) == (1, None)
-    assert got[1] is grads[1]
-
-
-def test_the_gradients_themselves_may_be_out(arrays: Library):
-    grads = [arrays.asarray([8.0], dtype) for dtype in (*arrays.reals, "complex64")]
-    got, _ = unscale_out(arrays, grads, grads)
-    for grad, new, dtype in zip(grads, got, (*arrays.reals, "complex64"), strict=True):
-        arrays.assert_array(new, [1.0], dtype)
-        assert (new is grad) is arrays.writes
-
-
-def test_what_goes_not_together_is_refused(arrays: Library):
-    x, y, target = arrays.asarray([8.0]), arrays.asarray([16.0]), arrays.asarray([0.0])
-    with pytest.raises(InvalidValueError, match=r"give dtype= or out=.*not both"):
-        unscale_out(arrays, [x], [x], dtype=arrays.dtype("float32"))
-    for out in ([x, x], {"w": x}, x, []):
-        with pytest.raises(InvalidValueError, match="trees must have one structure"):
-            unscale_out(arrays, [x], out)
-    with pytest.raises(InvalidValueError, match="each once"):
-        unscale_out(arrays, [x, y], [target, target])
-
-
-def test_an_out_of_another_shape_or_kind_is_refused_and_nothing_is_written(arrays: Library, strict: Library):
-    first, grad = arrays.asarray([8.0]), arrays.asarray([8.0, 8.0])
-    target = arrays.asarray([0.0])
-    stranger = np.zeros(2) if arrays.name.startswith("strict") else strict.asarray([0.0, 0.0])
-    wrong: list[tuple[Any, type[Exception], str]] = [
-        (arrays.asarray([0.0]), InvalidValueError, r"out must hold an array of shape \(2,\)|size"),
-        (None, InvalidValueError, "out must hold an array of shape"),
-        (3, InvalidValueError, "out must hold an array of shape"),
-        (1.5, InvalidTypeError, "out 1 must be an array"),
-        (arrays.asarray([0, 0], "int32"), InvalidValueError, "out must hold a floating array for each gradient"),
-        (arrays.asarray([0, 0], "complex64"), InvalidValueError, "out must be complex for a complex gradient"),
-        (stranger, InvalidTypeError, "out 1 must be an array of the library"),
-    ]
-    for bad, error, message in wrong:
-        with pytest.raises(error, match=message):
-            unscale_out(arrays, [first, grad], [target, bad])
-    arrays.assert_array(target, [0.0])
-    with pytest.raises(InvalidValueError, match="out must be complex"):
-        unscale_out(arrays, [arrays.asarray([8j], "complex64")], [target])
-
-
-def test_a_gradient_in_two_places_is_written_once(arrays: Library):
-    shared = arrays.asarray([8.0])
-    out = [arrays.asarray([0.0]), arrays.asarray([0.0])]
-    got, _ = unscale_out(arrays, [shared, shared], out)
-    for new in got:
-        arrays.assert_array(new, [1.0])
-
-
-# select.
-
-
-@pytest.mark.parametrize("pred", [True, False])
-def test_every_leaf_is_taken_from_the_tree_that_the_bool_chooses(arrays: Library, pred: bool):
-    dtypes = (*arrays.reals, "int32", "complex64", "bool")
-    on_true = {dtype: [arrays.asarray([1, 0], dtype), None, 3] for dtype in dtypes}
-    on_false = {dtype: [arrays.asarray([0, 1], dtype), None, 3] for dtype in reversed(dtypes)}
-    got = gradscale.select(arrays.asarray(pred, "bool"), on_true, on_false)
-    assert list(got) == list(dtypes)
-    for dtype in dtypes:
-        arrays.assert_array(got[dtype][0], [1, 0] if pred else [0, 1], dtype)
-        assert got[dtype][1:] == [None, 3]
-        arrays.assert_array(on_true[dtype][0], [1, 0], dtype)
-
-
-def test_0d_and_empty_arrays_stay_arrays(arrays: Library):
-    pred = arrays.asarray(True, "bool")
-    for dtype in arrays.reals:
-        arrays.assert_array(gradscale.select(pred, arrays.asarray(1.0, dtype), arrays.asarray(2.0, dtype)), 1.0, dtype)
-        arrays.assert_array(gradscale.select(pred, arrays.asarray([], dtype), arrays.asarray([], dtype)), [], dtype)
-
-
-def test_trees_of_two_structures_dtypes_or_shapes_and_unequal_leaves_are_refused(arrays: Library):
-    pred, one = arrays.asarray(True, "bool"), arrays.asarray([1.0])
-    unequal = "no arrays must be equal"
-    cases: list[tuple[Any, Any, type[Exception], str]] = [
-        (one, arrays.asarray([1.0], "float64"), InvalidTypeError, r"one dtype leaf by leaf, got .*32 and .*64; cast"),
-        (one, arrays.asarray([1.0, 2.0]), InvalidValueError, "one shape leaf by leaf"),
-        (one, arrays.asarray(1.0), InvalidValueError, "one shape leaf by leaf"),
-        ([1], [1, 2], InvalidValueError, "one structure"),
-        ({"a": 1}, {"b": 1}, InvalidValueError, "one structure"),
-        ([[1]], [1], InvalidValueError, "one structure"),
-        *(([a], [b], InvalidValueError, unequal) for a, b in ((3, 4), ("adam", "sgd"), (None, 3), (1, True), (1, 1.0))),
-        ([one], [3], InvalidValueError, unequal),
-    ]
-    for on_true, on_false, error, message in cases:
-        with pytest.raises(error, match=message):
-            gradscale.select(pred, on_true, on_false)
-    for wrong in (arrays.asarray(1, "int32"), arrays.asarray([True], "bool"), True, 0, None):
-        with pytest.raises(InvalidTypeError, match="pred must be a 0-d bool array, such as nonfinite == 0, got"):
-            gradscale.select(wrong, [one], [one])
 
 
 # Devices, with and without values, and torch's graphs.
