@@ -4,68 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from array_api_compat import array_namespace
-from hypothesis import given
-from hypothesis import strategies as st
 from libraries import opened
 from optimizers import Tree, iterate
 
-from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ScaleState, StaticScale, presets
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ScaleState, StaticScale
 from gradscale.core.protocols import Numbers
 from gradscale.policies.dynamic import next_numbers
 from gradscale.scaler.state import LiveState
 from gradscale.tools.simulation import Gradients, measured, recorded, simulate
 
 pytestmark = pytest.mark.numpy
-
-
-def assert_same_life(policy, counts: list[int]):
-    """Compare the states after each count."""
-    arrays = policy.init(np.zeros((), np.float32))
-    numbers = Numbers(*(x.item() for x in arrays))
-    for count in counts:
-        arrays, following = policy.update(arrays, nonfinite=np.asarray(count)), next_numbers(policy, numbers, count)
-        assert following is not None
-        numbers = following
-        assert numbers == tuple(x.item() for x in arrays)
-        assert [type(field) for field in numbers] == [float, int, int, int]
-        assert all(map(operator.le, numbers[1:], policy.largest_trackers))
-
-
-@pytest.mark.parametrize("name", [name for name in presets.names() if type(presets.named(name)) is DynamicScale])
-def test_every_preset_lives_as_over_arrays(name: str):
-    rng = np.random.default_rng(5)
-    counts = np.where(rng.random(400) < rng.choice([0.01, 0.5], 400), rng.integers(1, 9, 400), 0).tolist()
-    assert_same_life(presets.named(name), counts)
-
-
-@given(
-    counts=st.lists(st.sampled_from([0, 0, 0, 1, 7]), max_size=40),
-    settings=st.fixed_dictionaries(
-        {
-            "growth_factor": st.sampled_from([2.0, 1.1, 3.7]),
-            "backoff_factor": st.sampled_from([0.5, 0.3, 0.9]),
-            "growth_interval": st.integers(1, 4),
-            "growth_after": st.sampled_from(["interval", "first_interval_plus_one", "interval_plus_one"]),
-            "at_min": st.sampled_from(["clamp", "hold", "raise"]),
-            "init_scale": st.just(300.0),
-        },
-        optional={
-            "min_scale": st.sampled_from([100.0, 300.0]),
-            "max_scale": st.sampled_from([300.0, 1000.0]),
-            "patience": st.sampled_from([{"tolerance": 0.3}, {"hysteresis": 3, "hysteresis_refill": ("growth",)}]),
-        },
-    ),
-)
-def test_any_setting_lives_as_over_arrays(counts: list[int], settings: dict[str, Any]):
-    patience = settings.pop("patience", {})
-    assert_same_life(DynamicScale(**settings, **patience), counts)
 
 
 def ruled(update: Callable[[Any, Any, Any], Any]):

@@ -118,17 +118,6 @@ def test_the_scale_stays_finite_above_zero_and_within_bounds(name: str, data: st
             assert rule.min_scale <= backed_off[0] <= scale
 
 
-@pytest.mark.numpy
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("step", "CO")
-def test_the_scale_stops_at_the_ends_of_float32(name: str, step: str):
-    rule = presets.named(name, growth_interval=1)
-    with opened("numpy") as library:
-        last = scales(library, rule, step * 400)[-1]
-    assert math.isfinite(last)
-    assert last >= 2.0**-126
-
-
 # The rule with a class of its own.
 
 
