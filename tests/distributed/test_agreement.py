@@ -107,18 +107,3 @@ def test_a_count_of_another_dtype_is_refused(dtype: str):
     agree = GroupAgreement(scenarios.Alone(), policy)
     with pytest.raises(gradscale.InvalidTypeError, match="nonfinite must be a 0-d int32 array"):
         agree(np.zeros((), dtype), policy.init(like=np.zeros((), np.float32)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param({"group": []}, r"at least one group, got \[\]", id="no-group"),
-        pytest.param({"group": 3}, "got 3 of type int", id="number"),
-        pytest.param({"timeout": 0.0}, "timeout must be", id="timeout-0"),
-        pytest.param({"timeout": math.nan}, "timeout must be", id="timeout-nan"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str):
-    settings = {"group": scenarios.Alone(), "timeout": 5.0} | arguments
-    with pytest.raises((gradscale.InvalidTypeError, gradscale.InvalidValueError), match=message):
-        GroupAgreement(settings["group"], gradscale.DynamicScale(), timeout=settings["timeout"])
