@@ -72,28 +72,3 @@ def test_a_closure_need_not_scale_where_nothing_is_divided(arrays: Library):
         scaler.update()
         arrays.assert_array(optimizer.grads[0], [value])
         assert not scaler.last_step(optimizer).skipped
-
-
-def test_a_refusal_in_a_later_evaluation_and_a_closure_that_failed_are_errors_that_say_what_to_do(arrays: Library):
-    class Twice(Tree):
-        def step(self, closure):
-            return closure(), closure()
-
-    scaler, optimizer, calls = GradScaler(), Twice(), []
-
-    def closure():
-        scaler.scale(arrays.asarray(1.0))
-        optimizer.grads = [arrays.asarray([1.0])]
-        calls.append(None)
-        if len(calls) == 2:
-            scaler.refuse(optimizer)
-
-    with pytest.raises(gradscale.CallOrderError, match=r"refuse\(\) was called in evaluation 2 of a closure"):
-        scaler.step(optimizer, closure)
-    scaler, optimizer = GradScaler(), Twice()
-    with pytest.raises(ZeroDivisionError):
-        scaler.step(optimizer, lambda: 1 / 0)
-    with pytest.raises(
-        gradscale.CallOrderError, match=r"closure again, or end the iteration with update\(get_scale\(\)\)"
-    ):
-        scaler.step(optimizer)

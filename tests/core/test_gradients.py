@@ -12,18 +12,6 @@ from optimizers import Grouped, Parameter, Tree, scaled
 from gradscale import GradScaler, InvalidTypeError
 
 
-def test_grads_may_be_one_array_or_any_tree(arrays: Library):
-    scaler = GradScaler()
-    one = Tree(scaled(arrays, scaler, 4.0)[0])
-    tree = Tree({"layer": [*scaled(arrays, scaler, 2.0), None], "bias": (scaled(arrays, scaler, 8.0)[0],)})
-    scaler.step(one)
-    scaler.step(tree)
-    arrays.assert_array(one.grads, [4.0])
-    arrays.assert_array(tree.grads["layer"][0], [2.0])
-    arrays.assert_array(tree.grads["bias"][0], [8.0])
-    assert tree.grads["layer"][1] is None
-
-
 def test_gradients_that_properties_convert_are_given_back(arrays: Library):
     class Converting:
         stored = None

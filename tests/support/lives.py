@@ -961,8 +961,9 @@ class _Life:
             self.raises(call, kind=MemoryError)
             self.require(seen, plan.expected)
             if ends == "fails":
-                said = "a closure of this optimizer has failed"
-                self.raises(lambda: self.scaler.unscale_(optimizer), said, ORDER)
+                said = "a closure of this optimizer has failed", "or end the iteration with update(get_scale())"
+                for refused in (self.scaler.unscale_, self.scaler.step):
+                    self.raises(lambda refused=refused: refused(optimizer), *said, ORDER)
             seen.clear()
             plan, optimizer.fails = again, False
             ends = self.model.evaluated(k, plan)
