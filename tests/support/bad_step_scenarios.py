@@ -11,14 +11,6 @@ RULE = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
 TIMEOUT = 60.0  # seconds
 
 
-def trained(group, library: str, steps: int = 0, **settings) -> Trainer:
-    """Return a trainer of one optimizer with a rule, after usual steps."""
-    trainer = Trainer(group, library, 1, **{"timeout": TIMEOUT, "skip": RULE} | settings)
-    for _ in range(steps):
-        assert iterate(trainer, 1.0).reason == "stepped"
-    return trainer
-
-
 def iterate(
     trainer: Trainer, value: float | None, *, refuses: bool = False, gradient: float = 1.0, explicit: bool = False
 ):
@@ -41,7 +33,8 @@ def iterate(
 def counted(group, bad_rank: int, library: str = "numpy", explicit: bool = False):
     """Let one rank and the last have an overflow, see a spike and refuse a step; the lower is told of."""
     rank, size = rank_and_size(group)
-    is_bad, trainer = rank in (bad_rank, size - 1), trained(group, library, 5)
+    is_bad, trainer = rank in (bad_rank, size - 1), Trainer(group, library, 1, timeout=TIMEOUT, skip=RULE)
+    assert [iterate(trainer, 1.0).reason for _ in range(5)] == ["stepped"] * 5
     iterate(trainer, 1.0, gradient=np.inf if is_bad else 1.0, explicit=explicit)
     spike = iterate(trainer, 50.0 if is_bad else 1.0, explicit=explicit)
     refusal = iterate(trainer, 1.0, refuses=is_bad, explicit=explicit)
@@ -61,8 +54,8 @@ OPTIONS = {
 def another_option(group, odd_rank: int, said: str) -> str:
     """Give a scaler on one rank another option."""
     rank, _ = rank_and_size(group)
-    given = OPTIONS[said] if rank == odd_rank else {}
-    error = raised(gradscale.ScaleDesyncError, lambda: trained(group, "numpy", 1, **given), said)
+    trainer = Trainer(group, "numpy", 1, **{"skip": RULE} | (OPTIONS[said] if rank == odd_rank else {}))
+    error = raised(gradscale.ScaleDesyncError, lambda: trainer.iterate((0,)), said)
     return str(error).partition("settings: ")[2]
 
 
