@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import math
 import random
-from fractions import Fraction
+import statistics
 from typing import Any
 
 import numpy as np
 import pytest
 from libraries import Library
+from lives import Memory
 from tiers import examples
 
 from gradscale import InvalidTypeError, InvalidValueError, SkipSpikes
@@ -20,58 +21,26 @@ from gradscale.policies.spikes import SpikeState
 PURE = TRACED = LONG = True
 
 NAN, INF = math.nan, math.inf
-
-
-class Reference:
-    """The rule in exact fractions: what a window of Python's numbers says of a value, and learns of it."""
-
-    def __init__(self, rule: SkipSpikes):
-        self.rule, self.window, self.skipped = rule, list[float](), 0
-
-    def distance(self, x: float) -> tuple[float, float]:
-        """Return how far a value lies from the mean, and how far it may."""
-        exact = [Fraction(value) for value in self.window]
-        mean = sum(exact) / len(exact)
-        far = float(Fraction(x) - mean) if math.isfinite(x) else x
-        variance = sum((value - mean) ** 2 for value in exact) / (len(exact) - 1)
-        return abs(far) if self.rule.sides == "both" else far, self.rule.deviations * math.sqrt(variance)
-
-    def judge(self, x: float) -> bool:
-        rule = self.rule
-        if rule.above is not None:
-            return not (math.isfinite(x) and x <= rule.above)
-        if len(self.window) < (rule.min_values or 0):
-            return False
-        far, bound = self.distance(x)
-        return not (math.isfinite(x) and far <= bound)
-
-    def is_near(self, x: float) -> bool:
-        """Tell whether float32 may say otherwise."""
-        if not math.isfinite(x) or len(self.window) < 2:
-            return False
-        far, bound = self.distance(x)
-        return abs(far - bound) < 1e-4 * max(abs(value - x) for value in self.window)
-
-    def learn(self, x: float, skipped: bool):
-        rule = self.rule
-        if math.isfinite(x) and (not skipped or rule.learns_from_skipped or self.skipped >= rule.patience):
-            self.window = [*self.window, x][-rule.window :]
-        if skipped:
-            self.skipped = min(self.skipped + 1, rule.patience)
-        elif math.isfinite(x):
-            self.skipped = 0
-
-
 FIELDS = ("float32", "int32", "int32")
 UNIT = 64  # so that float32 holds each value, and no difference is too small to divide by
-USUAL = (0.0, 1.0, 1.0, 1.0, 1.0, 9.0, NAN, INF, -INF)
+USUAL = (0.0, 1.0, 1.0, 1.0, 1.0, 3.0, 9.0, NAN, INF, -INF)
 
 
 def draw_rule(chance: random.Random, size: float) -> SkipSpikes:
     window, deviations = chance.randint(2, 9), chance.choice([0.5, 2.0, 6.0])
     learns, patience = chance.random() < 0.4, chance.randint(0, 3)
     bound: dict[str, Any] = chance.choice([{}, {"sides": "both"}, {"min_values": 2}, {"above": 3.0 * size}])
-    return SkipSpikes(window, deviations, learns_from_skipped=learns, patience=patience, **bound)
+    return SkipSpikes(window, deviations, of="loss", learns_from_skipped=learns, patience=patience, **bound)
+
+
+def is_near(rule: SkipSpikes, window: list[float], x: float) -> bool:
+    """Tell whether float32 may judge a value otherwise than exact numbers do."""
+    if rule.above is not None or not math.isfinite(x) or len(window) < 2:
+        return False
+    far = x - statistics.fmean(window)
+    far = abs(far) if rule.sides == "both" else far
+    bound = rule.deviations * statistics.stdev(window)
+    return abs(far - bound) < 1e-4 * max(abs(value - x) for value in window)
 
 
 def draw_value(chance: random.Random) -> float:
@@ -87,7 +56,7 @@ def test_any_run_of_one_or_several_quantities_is_that_of_exact_numbers(arrays: L
             [*((1.0, name) for name in arrays.reals), (2.0**100, "float32"), (2.0**-100, "float32")]
         )
         rule, several = draw_rule(chance, size), chance.choice([1, 3])
-        references, state = [Reference(rule) for _ in range(several)], rule.init(arrays.asarray(0.0))
+        memories, state = [Memory(rule) for _ in range(several)], rule.init(arrays.asarray(0.0))
         if several > 1:
             # They are judged at once, as each is alone.
             state = SpikeState(*(arrays.xp.stack([field] * several) for field in state))
@@ -99,18 +68,19 @@ def test_any_run_of_one_or_several_quantities_is_that_of_exact_numbers(arrays: L
             assert (told.shape, told.dtype) == (x.shape, arrays.dtype("bool"))
             values, spikes = (arrays.to_numpy(one).reshape(-1).tolist() for one in (x, told))
             counts.update(spikes)
-            for reference, value, is_spike in zip(references, values, spikes, strict=True):
-                assert reference.is_near(value) or is_spike == reference.judge(value), (seed, value, reference.window)
+            for memory, value, is_spike in zip(memories, values, spikes, strict=True):
+                window = memory.of(0)["loss"]["values"]
+                assert is_near(rule, window, value) or is_spike == memory.finds_spike(0, {"loss": value}), (seed, value)
             if chance.random() < 0.1:
                 # As after an overflow, which neither counts nor begins the count of spikes again.
                 x, told, values, spikes = x * NAN, told & ~told, [NAN] * several, [False] * several
             state = rule.learn(state, x, skipped=told)
             assert [field.dtype for field in state] == [arrays.dtype(name) for name in FIELDS]
             saved = [arrays.to_numpy(field).tolist() for field in state]
-            for k, (reference, value, is_spike) in enumerate(zip(references, values, spikes, strict=True)):
-                reference.learn(value, is_spike)
+            for k, (memory, value, is_spike) in enumerate(zip(memories, values, spikes, strict=True)):
+                memory.learn(0, {"loss": value}, is_spike)
                 window, count, skipped = (one[k] for one in saved) if several > 1 else saved
-                assert (window[rule.window - count :], skipped) == (reference.window, reference.skipped), (seed, value)
+                assert {"values": window[rule.window - count :], "skipped": skipped} == memory.of(0)["loss"], seed
             if chance.random() < 0.1:
                 state = SpikeState(*map(arrays.asarray, saved, FIELDS))
     assert min(counts[True], counts[False]) > 100
