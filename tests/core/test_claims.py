@@ -137,22 +137,6 @@ def test_ranks_that_have_sent_more_by_then_are_told_the_same(early: int):
     assert run_ranks(3, rank) == [TOLD] * 3
 
 
-def test_a_rank_at_another_call_is_told_of_it_too():
-    def rank(group: ThreadCollectives):
-        step = Step(group, 4.0)
-        calls = (
-            lambda: step.scaler.diagnose(step.one, gather=True),
-            lambda: step.scaler.unscale_(step.one, max_norm=1.0, norm_over="group"),
-            lambda: step.scaler.step(step.one),
-        )
-        with pytest.raises(gradscale.ScaleDesyncError, match="the call itself: ") as caught:
-            calls[group.rank]()
-        for number, call in enumerate((Call.DIAGNOSIS, Call.NORM, Call.STEP)):
-            assert f"{call} on rank {number}" in str(caught.value)
-
-    run_ranks(3, rank)
-
-
 def test_a_message_that_meets_a_rank_which_tells_its_claim_is_an_error_of_its_own():
     """Of another scaler over the group, which holds the same everywhere."""
 

@@ -81,33 +81,6 @@ def test_a_group_agreement_whose_message_is_lost_must_be_made_anew():
             agree(np.asarray(0, np.int32), state)
 
 
-def test_a_desync_is_raised_again_on_every_rank_and_a_common_checkpoint_mends_it():
-    def train(group):
-        scaler = ShardedGradScaler(group=group, init_scale=65536.0 / (1 + group.rank))
-        optimizer = begin(scaler)
-        seen = []
-        for call in (
-            lambda: scaler.step(optimizer),
-            scaler.update,
-            lambda: scaler.update(8.0),
-            lambda: scaler.step(optimizer),
-        ):
-            with pytest.raises(gradscale.ScaleDesyncError) as caught:
-                call()
-            seen.append(str(caught.value))
-        assert len(set(seen)) == 1
-        assert (optimizer.steps, len(scaler.diagnose(optimizer).entries)) == (0, 1)
-        pickle.dumps(scaler)
-        scaler.load_state_dict(GradScaler(init_scale=1024.0).state_dict())
-        optimizer = begin(scaler)
-        optimizer.grads[0] /= 64
-        scaler.step(optimizer)
-        scaler.update()
-        return [optimizer.steps, optimizer.grads[0].tolist(), scaler.get_scale()]
-
-    assert run_ranks(3, train) == [[1, [1.0] * 3, 1024.0]] * 3
-
-
 def test_copies_of_scalers_that_have_met_a_desync_go_on_with_one_scale():
     def train(group) -> int:
         scaler = ShardedGradScaler(group=group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -140,6 +140,9 @@ ORDER = "(numbered in the order in which the scaler has met them, so some rank h
 REORDERED = (*held("optimizer", 1, 0), ORDER)
 # The odd rank gets its own error, at once.
 REFUSED = ("rank {odd_rank} cannot unscale its gradients",)
+# It waits for no answer before it loads.
+UNREAD = (*REORDERED, "optimizer")
+ELSEWHERE = ("agreement without a scaler", "step of another scaler")
 ROUND = 0.1  # one float32, and two float64 with the next number
 DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, ...]]] = {
     "swapped steps": (lambda trainer, is_odd: trainer.iterate((1, 0) if is_odd else (0, 1)), REORDERED),
@@ -149,6 +152,14 @@ DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, ...]]
         held("optimizer", 2, 0),
     ),
     "step left out": (leave_out, held("steps made in the iterations before", 2, 3)),
+    "step of another scaler": (
+        lambda trainer, is_odd: is_odd and trainer.other.iterate(),
+        ("scaler of the group: ", "numbered in the order of their construction"),
+    ),
+    "unread": (
+        lambda trainer, is_odd: trainer.scaler.unscale_(trainer.optimizers[1]) if is_odd else trainer.iterate(),
+        UNREAD,
+    ),
     "step declined": (
         declined,
         (*held("steps made in the iterations before", 2, 3), "or its optimizer alone has refused one"),
@@ -186,13 +197,24 @@ def agreeing(group, library: str):
     return lambda: agree(gradscale.unscale(gradients(library), state)[1], state)
 
 
-def differ(group, odd_rank: int, what: str, library: str):
+KEYS: tuple[Callable[[list[str]], Sequence[str]], ...] = (
+    lambda names: names,
+    lambda names: [name for name in names if name not in ("counts", "steps")],
+    # torch's have no counts.
+    lambda names: names[:5],
+)
+"""What a checkpoint may hold."""
+
+
+def differ(group, odd_rank: int, what: str, keys: int, library: str):
     """Do something differently on one rank; each is told of it by a ScaleDesyncError that names it, and can go on."""
     rank, size = rank_and_size(group)
     is_odd = rank == odd_rank
     difference, told = DIFFERENCES[what]
     said = [text.format(odd_rank=odd_rank, another=int(odd_rank == 0)) for text in told]
     trainer = Trainer(group, library)
+    # Made on every rank, as scalers over a group are to be.
+    trainer.other = Trainer(group, library)
     trainer.iterate()
     saved = trainer.scaler.state_dict()
     trainer.refill()
@@ -201,55 +223,26 @@ def differ(group, odd_rank: int, what: str, library: str):
         difference(trainer, is_odd)
         trainer.iterate()
 
-    if told is not REFUSED or not is_odd:
-        raised(gradscale.ScaleDesyncError, train, *said, f"rank {rank} of {size}")
+    if is_odd and told is REFUSED:
+        raised((gradscale.InvalidTypeError, gradscale.InvalidValueError), train)
+    elif is_odd and told is UNREAD:
+        difference(trainer, is_odd)
     else:
-        kinds = (gradscale.InvalidTypeError, gradscale.InvalidValueError)
-        raised(kinds, train)
-    # A checkpoint on every rank mends it, whatever each has counted since; torch's have no counts.
-    names = list(saved)[:5] if odd_rank == 0 else saved
-    trainer.scaler.load_state_dict({name: saved[name] for name in names})
+        error = raised(gradscale.ScaleDesyncError, train, *said, f"rank {rank} of {size}")
+        if not is_odd or what not in ELSEWHERE:
+            # And again, until there is another state; a copy may be made.
+            for call in (trainer.scaler.update, lambda: trainer.scaler.update(8.0)):
+                assert str(raised(gradscale.ScaleDesyncError, call)) == str(error)
+            assert len(trainer.scaler.diagnose(trainer.optimizers[0]).entries) == 1
+            pickle.dumps(trainer.scaler)
+    # A checkpoint on every rank mends it, whatever each has counted since, with an optimizer that is new.
+    trainer.scaler.load_state_dict({name: saved[name] for name in KEYS[keys]([*saved])})
     trainer.optimizers = [*trainer.optimizers[:2], trainer.optimizer()]
-    trainer.iterate((1, 0, 2))
-    trainer.iterate((0, 2, 1))
-
-
-PLACES: dict[str, Callable[[Trainer], Callable[[], object]]] = {
-    "in a GroupAgreement": lambda trainer: agreeing(trainer.group, "numpy"),
-    "in another scaler": lambda trainer: Trainer(trainer.group, "numpy").iterate,
-    "in a diagnosis": lambda trainer: lambda: trainer.scaler.diagnose(trainer.optimizers[0], gather=True),
-    "in a step": lambda trainer: lambda: trainer.scaler.step(trainer.optimizers[1]),
-    "in the load": lambda trainer: lambda: trainer.scaler.unscale_(trainer.optimizers[1]),
-}
-"""What the odd rank calls while the others step the first optimizer, and so where it learns that ranks differ."""
-
-
-def loaded_after_a_difference(group, odd_rank: int, place: str, keys: str):
-    """Load one checkpoint on every rank after a difference that the odd rank has met elsewhere than the others."""
-    rank, size = rank_and_size(group)
-    trainer = Trainer(group, "numpy")
-    # Made on every rank, as scalers over a group are to be.
-    call = PLACES[place](trainer)
-    trainer.iterate()
-    saved = trainer.scaler.state_dict()
-    trainer.iterate()
-    trainer.refill()
-    if rank != odd_rank:
-        call = lambda: trainer.scaler.step(trainer.optimizers[0])  # noqa: E731
-    if rank == odd_rank and place == "in the load":
-        call()
-    else:
-        raised(gradscale.ScaleDesyncError, call, f"rank {rank} of {size}")
-    left_out = {"all": (), "no counts": ("counts", "steps"), "torch's": list(saved)[5:]}[keys]
-    trainer.scaler.load_state_dict({name: value for name, value in saved.items() if name not in left_out})
-    # In another order than before, with an optimizer that is new.
-    trainer.optimizers.append(trainer.optimizer())
-    for order in ((1, 2, 0), (0, 1, 2)):
+    for order in ((1, 0, 2), (0, 2, 1)):
         trainer.iterate(order)
-        if rank == odd_rank:
-            # Once the difference is mended, a load leaves the optimizers their numbers.
+        if is_odd and library == "numpy":
+            # Now a load leaves the optimizers their numbers; of torch's keys none is the iteration's.
             trainer.scaler.load_state_dict(trainer.scaler.state_dict())
-    return trainer.scaler.state_dict()
 
 
 def swapped_scalers(group, odd_rank: int, library: str):
@@ -284,6 +277,8 @@ def legal(group, odd_rank: int, library: str):
         trainer.scaler = copy.deepcopy(trainer.scaler)
         pickle.dumps(trainer.scaler)
     trainer.iterate(unscales=True)
+    if is_odd and library == "numpy":
+        trainer.scaler.load_state_dict(trainer.scaler.state_dict())
     trainer.scaler.diagnose(trainer.optimizers[1], gather=True)
     # One that was never met, and is gone after its iteration.
     trainer.optimizers.append(trainer.optimizer())
@@ -368,20 +363,6 @@ def pipelined(group, odd_rank: int, library: str):
     other.fill(float("nan") if rank == odd_rank else 1.0)
     raised(gradscale.CallOrderError, lambda: other.scaler.step(other.optimizers[0]), "never been called on any rank")
     return scaler.get_scale(), scaler.counts()
-
-
-def loaded_alone(group, odd_rank: int):
-    """Load its own state between two iterations on the odd rank."""
-    rank, _ = rank_and_size(group)
-    trainer = Trainer(group, "numpy")
-    trainer.iterate(value=float("inf"))
-    trainer.iterate()
-    trainer.scaler.set_group(group)
-    trainer.iterate()
-    if rank == odd_rank:
-        trainer.scaler.load_state_dict(trainer.scaler.state_dict())
-    trainer.iterate()
-    return trainer.scaler.state_dict()
 
 
 def saved_apart(group, odd_rank: int, what: str, library: str):
