@@ -462,6 +462,31 @@ def test_the_verdict_is_read_once_for_all_schedules(cuda, name: str):
     assert [schedule.last_epoch for schedule in schedules] == [0, 0]
 
 
+# Schedules.
+
+
+@pytest.mark.parametrize(("enabled", "taken", "best"), [(True, 2, 0.5), (False, 3, 0.25)], ids=["", "disabled"])
+def test_a_plateau_is_given_the_metrics_of_steps_that_were_made(enabled: bool, taken: int, best: float):
+    run = Run(GradScaler("cuda", enabled=enabled), "SGD", "cuda")
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, factor=0.5, patience=0, threshold=0.0)
+    for gradient, metric in ((1.0, 1.0), (math.inf, 0.25), (1.0, 0.5)):
+        run.iterate(gradient)
+        run.scaler.step_schedule(run.optimizer, plateau, metrics=metric)
+    assert (plateau.last_epoch, plateau.best) == (taken, best)
+
+
+def test_what_is_no_schedule_is_refused_and_so_is_an_optimizer_without_a_step():
+    run = Run(GradScaler("cuda"), "SGD", "cuda")
+    schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
+    with pytest.raises(gradscale.CallOrderError, match=r"needs a step\(\) of this optimizer first"):
+        run.scaler.step_schedule(run.optimizer, schedule)
+    run.iterate(1.0)
+    for wrong, said in ((None, "must be a learning-rate schedule.*got None"), (run.optimizer, "so it is .* got SGD")):
+        with pytest.raises(gradscale.InvalidTypeError, match=rf"{said}: call step_schedule\(optimizer, schedule\)"):
+            run.scaler.step_schedule(schedule, wrong)
+    assert schedule.last_epoch == 0
+
+
 # Ranks that never come.
 
 

@@ -1,9 +1,13 @@
-"""What scripts touch of torch's scalers beyond the public methods works on ours, or is refused with what to use."""
+"""Torch's arguments, and what scripts touch beyond its methods: ours take it, or refuse it with what to use."""
 
 from __future__ import annotations
 
+import collections
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +21,123 @@ from gradscale import GradscaleError, GradScaler, InvalidTypeError, InvalidValue
 
 pytestmark = pytest.mark.torch
 
+Pair = tuple[Any, Any]
+WARNING = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+
 
 @pytest.fixture
-def pair(group: None, pair: tuple[Any, Any]):  # noqa: ARG001
+def pair(group: None, pair: Pair):  # noqa: ARG001
     """Return our class and torch's, in a world of one."""
     return pair
 
 
-def same(pair: tuple[Any, Any], script: Callable[[Any], Any]):
+# Arguments.
+
+
+def check_signature(ours, theirs, but: str = ""):
+    """Check that a function takes torch's arguments, of which one may have another default, and options of its own."""
+    mine, wanted = ([*inspect.signature(each).parameters.values()] for each in (ours, theirs))
+    for one, other in zip(mine, wanted, strict=False):
+        assert (one.name, one.kind) == (other.name, other.kind), theirs
+        assert one.default == other.default or one.name == but, theirs
+    assert len(mine) >= len(wanted)
+    for parameter in mine[len(wanted) :]:
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, theirs
+        assert parameter.default is not inspect.Parameter.empty, theirs
+
+
+def test_every_public_method_of_torchs_and_the_constructor_take_torchs_arguments(pair: Pair):
+    ours, theirs = pair
+    assert issubclass(ours, torch.amp.GradScaler)
+    check_signature(ours, theirs, but="process_group")
+    names = [name for name, value in inspect.getmembers(theirs) if callable(value) and not name.startswith("_")]
+    assert len(names) >= 13
+    for name in names:
+        check_signature(getattr(ours, name), getattr(theirs, name))
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "", "yes", [], [0], 0.5], ids=repr)
+def test_enabled_takes_any_truth_value(pair: Pair, value):
+    for make in pair:
+        scaler = make("cpu", enabled=value)
+        assert bool(scaler.is_enabled()) is bool(value)
+        assert scaler.scale(torch.ones(())).item() == (65536.0 if value else 1.0)
+    assert pair[0]("cpu", enabled=torch.tensor(True)).is_enabled() is True
+    with pytest.raises(InvalidTypeError, match="enabled must be true or false, got tensor"):
+        pair[0]("cpu", enabled=torch.ones(2))
+
+
+def test_device_is_whatever_names_one_and_what_names_none_is_refused(pair: Pair):
+    for device in ("cpu", torch.device("cpu"), "meta", "xla", "hpu", None, 0, 127):
+        assert [make(device).is_enabled() for make in pair] == [True, True]
+    for device in ("nonsense", "cdua", "cpu:", "gpu", "", "cuda:x", 1.5, 128):
+        # torch takes these, too.
+        assert pair[1](device).is_enabled()
+        with pytest.raises(GradscaleError, match="device") as caught:
+            pair[0](device)
+        assert repr(device) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "expected"),
+    [
+        ((), {}, [WARNING]),
+        *((("cuda",), {}, [WARNING]), (("cuda",), {"enabled": False}, [])),
+        *((("cpu",), {}, []), (("cpu",), {"enabled": False}, []), (("xpu",), {}, [])),
+    ],
+    ids=str,
+)
+def test_cuda_without_cuda_warns_as_torch_does_and_is_disabled(
+    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair,
+    arguments: tuple[str, ...],
+    options: dict[str, Any],
+    expected: list[str],
+):
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
+    for make in pair:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaler = make(*arguments, **options)
+        assert [(each.category, str(each.message)) for each in caught] == [(UserWarning, text) for text in expected]
+        assert scaler.is_enabled() is (not expected and options == {})
+        # The caller's line, which torch's ShardedGradScaler does not reach, nor its GradScaler in torch 2.6.
+        if make is pair[0]:
+            assert {Path(each.filename) for each in caught} <= {Path(__file__)}
+
+
+REFUSED = [("growth_factor", 1.0), ("growth_factor", 0.5), ("backoff_factor", 1.0), ("backoff_factor", 2.0)]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_factors_that_torchs_refuses_are_refused_if_it_is_enabled(pair: Pair, name: str, value: float):
+    for make, error in zip(pair, (InvalidValueError, AssertionError), strict=True):
+        with pytest.raises(error, match=name.replace("_", ".")):
+            make("cpu", **{name: value})
+        assert not make("cpu", enabled=False, **{name: value}).is_enabled()
+
+
+# scale().
+
+
+Two = collections.namedtuple("Two", "first second")
+
+
+def test_named_tuples_and_dicts_which_torchs_refuses_are_scaled_and_text_is_refused(pair: Pair):
+    ours, theirs = (make("cpu", init_scale=4.0) for make in pair)
+    with pytest.raises(TypeError):
+        theirs.scale(Two(torch.ones(()), torch.ones(())))
+    assert ours.scale(Two(torch.ones(()), torch.ones(()))) == Two(torch.full((), 4.0), torch.full((), 4.0))
+    scaled = ours.scale({1: torch.ones(()), "a": [torch.ones(())]})
+    assert scaled == {1: torch.full((), 4.0), "a": [torch.full((), 4.0)]}
+    with pytest.raises(InvalidValueError, match="text"):
+        ours.scale("text")
+
+
+# What scripts touch.
+
+
+def same(pair: Pair, script: Callable[[Any], Any]):
     """Return what a script, which is given a class, tells of ours: the same as of torch's."""
     ours, theirs = map(script, pair)
     assert ours == theirs
@@ -44,7 +157,7 @@ ADVICE = r"(group=|allow_fp16_grads=True|policy=)"
 
 
 @pytest.mark.parametrize("name", NOT_CALLED)
-def test_an_override_that_would_be_passed_by_is_refused(pair: tuple[Any, Any], name: str):
+def test_an_override_that_would_be_passed_by_is_refused(pair: Pair, name: str):
     ours, _ = pair
     mixed = type("Mixed", (type("Mixin", (), {name: lambda *_: None}), ours), {})
     own = type("Own", (ours,), {name: lambda *_: None})
@@ -59,7 +172,7 @@ def test_an_override_that_would_be_passed_by_is_refused(pair: tuple[Any, Any], n
 
 @pytest.mark.parametrize("way", ["class", "instance"])
 @pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
-def test_step_calls_an_overridden_unscale(pair: tuple[Any, Any], way: str, closure: bool):
+def test_step_calls_an_overridden_unscale(pair: Pair, way: str, closure: bool):
     def unscale_(scaler, optimizer):
         kind.unscale_(scaler, optimizer)
         for parameter in optimizer.param_groups[0]["params"]:
@@ -75,7 +188,7 @@ def test_step_calls_an_overridden_unscale(pair: tuple[Any, Any], way: str, closu
         assert run.held == [[-0.5, -0.5]], kind
 
 
-def test_an_override_of_unscale_that_judges_nothing_is_an_error_as_at_torchs(pair: tuple[Any, Any]):
+def test_an_override_of_unscale_that_judges_nothing_is_an_error_as_at_torchs(pair: Pair):
     for kind in pair:
         run = Small(type("Idle", (kind,), {"unscale_": lambda *_: None})("cpu"))
         run.give(1.0)
@@ -87,7 +200,7 @@ def test_an_override_of_unscale_that_judges_nothing_is_an_error_as_at_torchs(pai
 # The states of optimizers.
 
 
-def test_a_verdict_that_is_written_before_there_is_a_scale_counts(pair: tuple[Any, Any]):
+def test_a_verdict_that_is_written_before_there_is_a_scale_counts(pair: Pair):
     run = Small(pair[0]("cpu", init_scale=4.0))
     states_of(run).update(stage=OptState.UNSCALED, found_inf_per_device={torch.device("cpu"): torch.ones(1)})
     run.step()
@@ -95,7 +208,7 @@ def test_a_verdict_that_is_written_before_there_is_a_scale_counts(pair: tuple[An
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
-def test_flags_of_one_element_are_taken_of_two_devices_and_by_any_policy(pair: tuple[Any, Any], hysteresis: int):
+def test_flags_of_one_element_are_taken_of_two_devices_and_by_any_policy(pair: Pair, hysteresis: int):
     run = Small(pair[0]("cpu", policy=gradscale.DynamicScale(init_scale=4.0, hysteresis=hysteresis)))
     for flags in ([0.0, 1.0], [1.0, 0.0]):
         run.put(1.0)
@@ -107,7 +220,7 @@ def test_flags_of_one_element_are_taken_of_two_devices_and_by_any_policy(pair: t
     assert (run.held, run.scaler.get_scale()) == ([[0.0, 0.0]], 4.0 / 2 ** (2 // hysteresis))
 
 
-def test_what_is_no_state_of_an_optimizer_is_an_error(pair: tuple[Any, Any]):
+def test_what_is_no_state_of_an_optimizer_is_an_error(pair: Pair):
     states = pair[0]("cpu")._per_optimizer_states
     for take in (states.__delitem__, states.pop):
         with pytest.raises(KeyError):
@@ -128,7 +241,7 @@ def test_what_is_no_state_of_an_optimizer_is_an_error(pair: tuple[Any, Any]):
 # Messages, functions and numbers.
 
 
-def test_a_scaler_that_is_switched_off_passes_through(pair: tuple[Any, Any]):
+def test_a_scaler_that_is_switched_off_passes_through(pair: Pair):
     def script(make):
         run = Small(make("cpu"))
         # As fairscale's ShardedGradScaler.
@@ -147,7 +260,7 @@ def test_a_scaler_that_is_switched_off_passes_through(pair: tuple[Any, Any]):
     assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == pytest.approx(32**0.5)
 
 
-def test_torchs_functions_are_found_when_its_names_are_replaced(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
+def test_torchs_functions_are_found_when_its_names_are_replaced(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     for place in (torch, torch.amp, torch.amp.grad_scaler):
         monkeypatch.setattr(place, "GradScaler", pair[0])
     run = Small(torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -160,7 +273,7 @@ def test_torchs_functions_are_found_when_its_names_are_replaced(pair: tuple[Any,
     assert run.held == [[-5.0, -5.0]]
 
 
-def test_first_numbers_and_factors_that_cannot_be_are_refused(pair: tuple[Any, Any]):
+def test_first_numbers_and_factors_that_cannot_be_are_refused(pair: Pair):
     scaler = pair[0]("cpu")
     before = scaler.state_dict()
     wrong = {"_init_scale": 0.0, "_init_growth_tracker": -1, "_growth_factor": 1.0, "_growth_interval": 0.5}
