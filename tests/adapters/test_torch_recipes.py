@@ -27,17 +27,8 @@ SKIPS = [batch in OVERFLOWS for batch in range(1, 9)]
 NAMES = {
     *("accumulate", "clip_norm", "clip_value", "clip_each", "gan", "penalty", "resume"),
     *("ddp", "schedule", "followers", "sam", "actor", "checkpoint", "torchtitan", "container", "pipeline"),
-    *(
-        "trainer",
-        "fabric",
-        "accelerate",
-        "accelerate_fsdp2",
-        "transformers",
-        "transformers_bfloat16",
-        "timm",
-        "ignite",
-        "keras",
-    ),
+    *("trainer", "fabric", "accelerate", "accelerate_fsdp2", "transformers", "transformers_bfloat16"),
+    *("timm", "ignite", "keras"),
 }
 # The first micro-batch of the second batch, and the last one of the fourth.
 MICRO_OVERFLOWS = (5, 16)

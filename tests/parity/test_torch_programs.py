@@ -185,9 +185,9 @@ class Chance:
                 *(number, ("get_scale",), ("state_dict",), ("pickle",), ("deepcopy",), ("restore",)),
                 ("without", optimizer),
                 ("load", choice(["saved", "incomplete", "empty"])),
-                ("set", "growth_factor", choice([2.0, 4.0])),
-                ("set", "backoff_factor", choice([0.5, 0.25])),
-                ("set", "growth_interval", choice([1, 2, 3, 4])),
+                ("set_growth_factor", choice([2.0, 4.0])),
+                ("set_backoff_factor", choice([0.5, 0.25])),
+                ("set_growth_interval", choice([1, 2, 3, 4])),
                 ("spoil", optimizer, choice([math.inf, math.nan, 7.0])),
                 *(("judge", optimizer), ("found", optimizer), ("preset", optimizer), ("step_closure", optimizer)),
                 ("train", optimizer, self._bad(), True),
@@ -328,7 +328,8 @@ class Side:
         return torch.randn(shape, generator=self._generator)
 
     def call(self, name: str, *arguments):
-        return getattr(self, name)(*arguments)
+        """Call a method of this side, or of its scaler."""
+        return getattr(self if hasattr(self, name) else self.scaler, name)(*arguments)
 
     def scale(self, container: str, dtype: str, shape: tuple[int, ...]):
         make = (CONTAINERS | WRONG)[container]
@@ -391,9 +392,6 @@ class Side:
     def step(self, index: int):
         return self.scaler.step(self.optimizers[index])
 
-    def update(self):
-        return self.scaler.update()
-
     def new_scale(self, value: float, kind: str):
         dtype = getattr(torch, kind)
         return self.scaler.update(value if kind == "float" else torch.full((), value, dtype=dtype))
@@ -415,9 +413,6 @@ class Side:
     def clip(self, index: int):
         chosen = [each for each in self.models[index][self._sparse[index] :] if each.grad is not None]
         return torch.nn.utils.clip_grad_norm_(chosen, 0.5) if chosen else None
-
-    def get_scale(self):
-        return self.scaler.get_scale()
 
     def state_dict(self):
         self._saved = self.scaler.state_dict()
@@ -456,9 +451,6 @@ class Side:
         load(kept)
         return kept if how == "state_dict" else self.scaler._device
 
-    def set(self, name: str, value: float):
-        return getattr(self.scaler, f"set_{name}")(value)
-
     def spoil(self, index: int, value: float):
         gradient = self.models[index][0].grad
         if gradient is not None:
@@ -467,11 +459,12 @@ class Side:
     def without(self, index: int):
         self.models[index][0].grad = None
 
-    def judge(self, index: int):
-        return {str(device): flag for device, flag in self.scaler._check_inf_per_device(self.optimizers[index]).items()}
+    def judge(self, index: int, name: str = "_check_inf_per_device"):
+        found = getattr(self.scaler, name)(self.optimizers[index])
+        return {str(device): flag for device, flag in found.items()}
 
     def found(self, index: int):
-        return {str(device): flag for device, flag in self.scaler._found_inf_per_device(self.optimizers[index]).items()}
+        return self.judge(index, "_found_inf_per_device")
 
     # What scripts do with the states of optimizers.
 
@@ -588,7 +581,7 @@ class Known:
             return True
         if not self._plan.enabled:
             # Its private methods fail, and it has no settings.
-            return name in ("set", "assign", "put_scale", "make_state", "judge", "found")
+            return name.startswith("set_") or name in ("assign", "put_scale", "make_state", "judge", "found")
         self._is_under_way = name in ("scale", "train") or (self._is_under_way and name not in ("update", "new_scale"))
         is_scaled = name == "train" and True not in arguments
         loads = ("load", "restore", "pickle", "deepcopy", "exchange")
@@ -600,8 +593,8 @@ class Known:
         if name == "judge" and (self._plan.kinds[arguments[0]], self._plan.dtypes[arguments[0]]) == TWICE:
             return True
         # torch's does not grow before the next overflow if the run is as long already.
-        if name == "set" and arguments[0] == "growth_interval":
-            return bool(arguments[1] <= scaler._get_growth_tracker())
+        if name == "set_growth_interval":
+            return bool(arguments[0] <= scaler._get_growth_tracker())
         if name == "assign" and arguments[0] == "_init_growth_tracker":
             return bool(arguments[1] >= scaler.get_growth_interval())
         if (scaler._scale is None and name == "new_scale") or (
