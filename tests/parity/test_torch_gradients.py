@@ -254,14 +254,15 @@ def test_an_optimizer_without_gradients_has_the_norm_zero(enabled: bool):
     assert run.report.skipped is enabled
 
 
-def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched():
-    run = Small(GradScaler("cpu", init_scale=8.0), size=4)
+@pytest.mark.parametrize(("enabled", "norm"), [(True, 3.0), (False, 24.0)], ids=["enabled", "disabled"])
+def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched(enabled: bool, norm: float):
+    run = Small(GradScaler("cpu", init_scale=8.0, enabled=enabled), size=4)
     run.put(torch.sparse_coo_tensor([[1, 1]], [8.0, 16.0], (4,)))
     with pytest.raises(InvalidValueError, match="coalesce"):
         run.scaler.unscale_(run.optimizer, max_norm=1.0)
     assert run.parameter.grad._values().tolist() == [8.0, 16.0]
     run.parameter.grad = run.parameter.grad.coalesce()
-    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == 3.0
+    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == norm
     run.scaler.step(run.optimizer)
     run.scaler.update()
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
