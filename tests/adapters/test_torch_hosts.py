@@ -133,10 +133,10 @@ def state_of(scaler, optimizer):
     return scaler._per_optimizer_states[id(optimizer)]
 
 
-def scripted(make: Make, kind: Callable[[Any], Any], *, unscales: bool) -> list[Row]:
+def scripted(make: Make, overflows: Callable[[Any, Any], bool], *, unscales: bool) -> list[Row]:
     """Train with a script whose optimizer is passed the scaler; its gradients overflow at some steps."""
     scaler, model, rows = make(), network(), []
-    optimizer = kind(model)
+    optimizer = TakesScaler(model, overflows)
     for skipped, batch in zip(hosts.SKIPS, batches(), strict=True):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, batch)).backward()
@@ -161,9 +161,9 @@ class TakesScaler(torch.optim.SGD):  # type: ignore[misc]
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, model):
+    def __init__(self, model, overflows: Callable[[Any, Any], bool]):
         super().__init__(model.parameters(), lr=0.1)
-        self.scaler: Any = None
+        self.scaler, self.overflows = None, overflows
 
     def gradients(self):
         return [parameter.grad for group in self.param_groups for parameter in group["params"]]
@@ -171,7 +171,7 @@ class TakesScaler(torch.optim.SGD):  # type: ignore[misc]
     def step(self, closure=None, *, grad_scaler=None):
         assert closure is None
         self.scaler = grad_scaler
-        if grad_scaler._enabled and not self.overflows(grad_scaler):
+        if grad_scaler._enabled and not self.overflows(self, grad_scaler):
             super().step()
         return "called"
 
@@ -190,60 +190,56 @@ class TakesScaler(torch.optim.SGD):  # type: ignore[misc]
         finite = torch.isfinite(torch.nn.utils.get_total_norm(self.gradients()))
         return torch.logical_not(finite).float()
 
-    def overflows(self, scaler) -> bool:
-        raise NotImplementedError
+
+# How it judges.
 
 
-class AsksForTheVerdict(TakesScaler):
-    def overflows(self, scaler) -> bool:
-        ask = scaler._check_inf_per_device if self.is_ready(scaler) else scaler._found_inf_per_device
-        (found,) = ask(self).values()
-        assert (found.shape, found.dtype) == ((), torch.float32)
-        assert found in state_of(scaler, self)["found_inf_per_device"].values()
-        self.unscale(scaler)
-        return bool(found.item())
+def asks_for_the_verdict(optimizer, scaler) -> bool:
+    ask = scaler._check_inf_per_device if optimizer.is_ready(scaler) else scaler._found_inf_per_device
+    (found,) = ask(optimizer).values()
+    assert (found.shape, found.dtype) == ((), torch.float32)
+    assert found in state_of(scaler, optimizer)["found_inf_per_device"].values()
+    optimizer.unscale(scaler)
+    return bool(found.item())
 
 
-class AsksByDevice(TakesScaler):
-    def overflows(self, scaler) -> bool:
-        found = scaler._check_inf_per_device(self)[torch.device("cpu")]
-        self.unscale(scaler)
-        return bool(found.item())
+def asks_by_device(optimizer, scaler) -> bool:
+    found = scaler._check_inf_per_device(optimizer)[torch.device("cpu")]
+    optimizer.unscale(scaler)
+    return bool(found.item())
 
 
-class LetsItUnscale(TakesScaler):
-    def overflows(self, scaler) -> bool:
-        if self.is_ready(scaler):
-            scaler.unscale_(self)
-        assert state_of(scaler, self)["stage"] is OptState.UNSCALED
-        return any(found.item() for found in scaler._found_inf_per_device(self).values())
+def lets_it_unscale(optimizer, scaler) -> bool:
+    if optimizer.is_ready(scaler):
+        scaler.unscale_(optimizer)
+    assert state_of(scaler, optimizer)["stage"] is OptState.UNSCALED
+    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
 
 
-class TellsItsVerdict(TakesScaler):
-    def overflows(self, scaler) -> bool:
-        found = self.own_verdict(scaler)
-        state_of(scaler, self)["found_inf_per_device"] = {found.device: found}
-        return bool(found.item())
+def tells_its_verdict(optimizer, scaler) -> bool:
+    found = optimizer.own_verdict(scaler)
+    state_of(scaler, optimizer)["found_inf_per_device"] = {found.device: found}
+    return bool(found.item())
 
 
-class TellsItsVerdictByDevice(TakesScaler):
-    def overflows(self, scaler) -> bool:
-        found = self.own_verdict(scaler)
-        state_of(scaler, self)["found_inf_per_device"][found.device] = found
-        return bool(found.item())
+def tells_its_verdict_by_device(optimizer, scaler) -> bool:
+    found = optimizer.own_verdict(scaler)
+    state_of(scaler, optimizer)["found_inf_per_device"][found.device] = found
+    return bool(found.item())
 
 
 @pytest.mark.parametrize("unscales", [True, False], ids=["unscaled", ""])
 @pytest.mark.parametrize(
-    "kind", [AsksForTheVerdict, AsksByDevice, LetsItUnscale, TellsItsVerdict, TellsItsVerdictByDevice]
+    "overflows",
+    [asks_for_the_verdict, asks_by_device, lets_it_unscale, tells_its_verdict, tells_its_verdict_by_device],
 )
-def test_an_optimizer_that_takes_the_scaler_is_served(kind, unscales: bool):
-    hosts.check_run(hosts.same_as_torchs(lambda make: scripted(make, kind, unscales=unscales)))
+def test_an_optimizer_that_takes_the_scaler_is_served(overflows, unscales: bool):
+    hosts.check_run(hosts.same_as_torchs(lambda make: scripted(make, overflows, unscales=unscales)))
 
 
 def test_a_disabled_scaler_is_not_passed_on():
     for scaler in (TorchScaler("cpu", enabled=False), GradScaler("cpu", enabled=False)):
-        optimizer = AsksByDevice(network())
+        optimizer = TakesScaler(network(), asks_by_device)
         optimizer.step = lambda closure=None, *, grad_scaler=None: grad_scaler  # noqa: ARG005
         assert scaler.step(optimizer) is None
 
