@@ -60,46 +60,51 @@ def lightnings(make: hosts.Make = hosts.torchs):
 
 @functools.cache
 def module_class():
-    """Return a module whose gradients overflow at the given steps, and which notes what is left of each batch."""
+    """Return a module whose gradients overflow at the given steps, and which notes what is left of each batch.
+
+    It has some networks, with an optimizer of each; with a ``loop`` it is optimized by hand.
+    """
 
     class Module(require("lightning").LightningModule):  # type: ignore[misc]
         schedule: Any = {"interval": "step"}  # noqa: RUF012
+        make_schedule = staticmethod(decaying)
         overflows = OVERFLOWS
 
-        def __init__(self, optimizer: str = "SGD"):
+        def __init__(self, optimizer: str = "SGD", loop=None, networks: int = 1, **settings):
             super().__init__()
-            self.network = network()
-            self.optimizer = optimizer
+            self.networks = torch.nn.ModuleList(map(network, range(networks)))
+            self.optimizer, self.loop, self.automatic_optimization = optimizer, loop, loop is None
             self.rows: list[Row] = []
+            vars(self).update(settings)
 
         @property
         def rates(self) -> list[float]:
             return column(self.rows, "rate")
 
-        def training_step(self, batch):
+        def training_step(self, batch, batch_idx: int):
+            if self.loop is not None:
+                return self.loop(self, batch, batch_idx)
             self.log("loss", 1.0)
-            return loss_of(self.network, batch)
+            return loss_of(self.networks[0], batch)
 
         def on_after_backward(self):
             if self.automatic_optimization and self.trainer.global_step + 1 in self.overflows:
-                overflow(self.network)
+                overflow(self)
 
         def on_train_batch_end(self, *_):
-            gradients = [parameter.grad for parameter in self.network.parameters() if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
             # What is left in the gradients of a fused optimizer is no result.
             norm = None if "fused" in self.optimizer else repr(torch.nn.utils.get_total_norm(gradients).item())
             rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-            self.rows.append(hosts.row(self.trainer.precision_plugin.scaler, self.network, norm=norm, rate=rate))
-
-        def made_schedule(self, optimizer):
-            return decaying(optimizer)
+            self.rows.append(hosts.row(self.trainer.precision_plugin.scaler, self, norm=norm, rate=rate))
 
         def configure_optimizers(self):
-            optimizer = optimizer_of(self.optimizer, self.network.parameters(), lr=0.1)
-            if self.schedule is None:
-                return optimizer
-            schedule = {"scheduler": self.made_schedule(optimizer)} | self.schedule
-            return {"optimizer": optimizer, "lr_scheduler": schedule}
+            made = [optimizer_of(self.optimizer, one.parameters(), lr=0.1) for one in self.networks]
+            # In another order than the optimizers.
+            schedules = [
+                {"scheduler": self.make_schedule(one)} | self.schedule for one in reversed(made) if self.schedule
+            ]
+            return made, schedules
 
     return Module
 
@@ -125,12 +130,9 @@ CASES = [
 def test_the_trainer_clips_skips_and_steps_as_with_torchs_scaler(
     precision: Callable[[], Any], optimizer: str, clip: str | None, micro: int
 ):
-    class Module(module_class()):  # type: ignore[misc]
-        schedule, overflows = None, hosts.OVERFLOWS
-
     seen = []
     for make in (precision, lightnings):
-        module = Module(optimizer)
+        module = module_class()(optimizer, schedule=None, overflows=hosts.OVERFLOWS)
         options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": clip} if clip else {}
         fit(make(), module, hosts.STEPS * micro, accumulate_grad_batches=micro, **options)
         seen.append(module.rows[micro - 1 :: micro])
@@ -145,27 +147,21 @@ def test_the_trainer_clips_skips_and_steps_as_with_torchs_scaler(
 @pytest.mark.parametrize("place", ["loop", "closure"])
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_gradients_that_are_clipped_by_hand_are_unscaled_before(clip: str, place: str):
-    class Automatic(module_class()):  # type: ignore[misc]
-        schedule = None
+    def loop(module, batch, _: int):
+        optimizer = module.optimizers()
 
-    class Manual(Automatic):
-        automatic_optimization = False
+        def closure():
+            optimizer.zero_grad()
+            module.manual_backward(loss_of(module.networks[0], batch))
+            if module.trainer.global_step + 1 in module.overflows:
+                overflow(module)
+            module.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm=clip)
 
-        def training_step(self, batch):
-            optimizer = self.optimizers()
+        if place == "loop":
+            closure()
+        optimizer.step(*[closure] * (place == "closure"))
 
-            def closure():
-                optimizer.zero_grad()
-                self.manual_backward(loss_of(self.network, batch))
-                if self.trainer.global_step + 1 in self.overflows:
-                    overflow(self.network)
-                self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm=clip)
-
-            if place == "loop":
-                closure()
-            optimizer.step(*[closure] * (place == "closure"))
-
-    by_hand, automatic = Manual(), Automatic()
+    by_hand, automatic = (module_class()(loop=one, schedule=None) for one in (loop, None))
     fit(plugin(), by_hand)
     fit(plugin(), automatic, gradient_clip_val=0.01, gradient_clip_algorithm=clip)
     for step in OVERFLOWS if clip == "value" else ():
@@ -200,24 +196,8 @@ def by_hand_with(loop: Callable[[Any, Any, int], None], scale: float, count: int
     """Return a module of two optimizers that is trained in a loop of its own, and its Trainer."""
     from gradscale_torch.plugins import MixedPrecision
 
-    class Module(module_class()):  # type: ignore[misc]
-        automatic_optimization, overflows, clip = False, frozenset[int](), "norm"
-
-        def __init__(self):
-            super().__init__()
-            self.networks = torch.nn.ModuleList([self.network, network(1)])
-
-        def training_step(self, batch, batch_idx: int):
-            loop(self, batch, batch_idx)
-
-        def on_train_batch_end(self, *_):
-            """Note nothing."""
-
-        def configure_optimizers(self):
-            return [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.networks]
-
-    module = Module()
-    vars(module).update(settings)
+    given = {"schedule": None, "overflows": (), "clip": "norm"} | settings
+    module = module_class()(loop=loop, networks=2, **given)
     trainer, _ = fit(MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=scale)), module, count)
     return module, trainer
 
@@ -255,15 +235,12 @@ def test_a_refused_step_that_is_clipped_by_hand_is_not_made():
 
 
 def test_a_fused_optimizer_that_is_clipped_by_hand_is_lightnings_error():
-    class Module(module_class()):  # type: ignore[misc]
-        schedule, automatic_optimization = None, False
-
-        def training_step(self, batch):
-            self.manual_backward(loss_of(self.network, batch))
-            self.clip_gradients(self.optimizers(), gradient_clip_val=0.01)
+    def loop(module, batch, _: int):
+        module.manual_backward(loss_of(module.networks[0], batch))
+        module.clip_gradients(module.optimizers(), gradient_clip_val=0.01)
 
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(plugin(), Module("SGD-fused"))
+        fit(plugin(), module_class()("SGD-fused", loop, schedule=None))
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "SGD-fused", "AdamW-fused"])
@@ -289,12 +266,10 @@ def test_what_is_accumulated_is_one_step():
 @pytest.mark.parametrize("missing", [0, 3])
 def test_a_batch_without_a_loss_is_no_step(missing: int):
     class Module(module_class()):  # type: ignore[misc]
-        overflows = frozenset[int]()
-
         def training_step(self, batch, batch_idx: int):
-            return None if batch_idx == missing else super().training_step(batch)
+            return None if batch_idx == missing else super().training_step(batch, batch_idx)
 
-    module = Module()
+    module = Module(overflows=())
     assert fit(plugin(), module, 5)[1].last_epoch == 4
     assert module.rates[missing] == (module.rates[missing - 1] if missing else 0.1)
 
@@ -302,13 +277,11 @@ def test_a_batch_without_a_loss_is_no_step(missing: int):
 def test_a_plateau_is_given_its_metric():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
-    class Module(module_class()):  # type: ignore[misc]
-        schedule = {"interval": "step", "monitor": "loss", "reduce_on_plateau": True}  # noqa: RUF012
+    def make(optimizer):
+        return plateau(optimizer, factor=FACTOR, patience=0, threshold=0.0)
 
-        def made_schedule(self, optimizer):
-            return plateau(optimizer, factor=FACTOR, patience=0, threshold=0.0)
-
-    module = Module()
+    config = {"interval": "step", "monitor": "loss", "reduce_on_plateau": True}
+    module = module_class()(schedule=config, make_schedule=make)
     _, schedule = fit(plugin(), module)
     # The first of four metrics is the best, and none of the others is better.
     assert (schedule.last_epoch, schedule.best, module.rates[-1]) == (4, 1.0, 0.1 * FACTOR**3)
@@ -316,41 +289,23 @@ def test_a_plateau_is_given_its_metric():
 
 
 def test_a_schedule_of_epochs_is_left_alone():
-    class Module(module_class()):  # type: ignore[misc]
-        schedule = {"interval": "epoch"}  # noqa: RUF012
-
+    module = module_class()(schedule={"interval": "epoch"})
     # The last step of the first of two epochs is skipped, and all of the second are taken.
-    assert fit(plugin(), Module(), max_epochs=2)[1].last_epoch == 2
+    assert fit(plugin(), module, max_epochs=2)[1].last_epoch == 2
 
 
 def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules():
-    class Module(module_class()):  # type: ignore[misc]
-        automatic_optimization = False
+    def loop(module, batch, index: int):
+        for which, optimizer in enumerate(module.optimizers()):
+            module.manual_backward(loss_of(module.networks[which], batch))
+            if which == 1 and index + 1 in OVERFLOWS:
+                overflow(module.networks[1])
+            optimizer.step()
+            optimizer.zero_grad()
+        for schedule in module.lr_schedulers():
+            schedule.step()
 
-        def __init__(self):
-            super().__init__()
-            self.networks = torch.nn.ModuleList([self.network, network(1)])
-
-        def training_step(self, batch, batch_idx: int):
-            for which, optimizer in enumerate(self.optimizers()):
-                self.manual_backward(loss_of(self.networks[which], batch))
-                if which == 1 and batch_idx + 1 in OVERFLOWS:
-                    overflow(self.networks[1])
-                optimizer.step()
-                optimizer.zero_grad()
-            for schedule in self.lr_schedulers():
-                schedule.step()
-
-        def on_train_batch_end(self, *_):
-            """Note nothing."""
-
-        def configure_optimizers(self):
-            made = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.networks]
-            # In another order than the optimizers.
-            schedules = [{"scheduler": decaying(optimizer), "interval": "step"} for optimizer in reversed(made)]
-            return made, schedules
-
-    trainer, _ = fit(plugin(), Module())
+    trainer, _ = fit(plugin(), module_class()(loop=loop, networks=2))
     assert [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs] == [4, 12]
 
 
@@ -391,10 +346,7 @@ def test_what_holds_is_a_schedule_in_all_else():
 def test_a_disabled_scaler_steps_a_schedule_in_each_step():
     from gradscale_torch.plugins import MixedPrecision
 
-    class Module(module_class()):  # type: ignore[misc]
-        overflows = frozenset[int]()
-
-    module = Module()
+    module = module_class()(overflows=())
     _, schedule = fit(MixedPrecision("16-mixed", "cpu", GradScaler("cpu", enabled=False)), module, 4)
     assert (schedule.last_epoch, module.rates) == (4, [0.05, 0.025, 0.0125, 0.00625])
 
