@@ -482,55 +482,30 @@ def test_a_batch_that_leaves_a_trace_in_mlx_is_a_failure(tmp_path: Path):
     assert (ended.returncode, lines(ended)[-1].partition(":")[0]) == (1, "FAILED")
 
 
-# What makes the weights of an example NaN in step 30 of its scaled training, and the place where they are looked for.
+# What has an example give up after 20 steps, and what makes its weights NaN in step 30 of its scaled training.
+SPOILT = "Cause: weights. Weights hold inf or NaN, the most in"
+DIGITS_NAN = "    if step == 30 and run.is_scaled: optimizer.weights[0] = np.nan"
+FSDP_NAN = "    if step == 30 and run.is_scaled: torch.nn.init.constant_(next(model.parameters()), math.nan)"
+LIGHTNING_NAN = "    if self.global_step == 30: nn.init.constant_(self.network[0].weight, torch.nan)"
 BROKEN = [
     case(
-        DIGITS,
-        2,
-        "nan",
-        "--steps 90",
+        *(DIGITS, 2, "nan", "--steps 90"),
         [
             ('"history_size"] = options.steps', '"give_up_after"] = 20'),
-            (
-                "        # Every rank draws",
-                "        if step == 30 and run.is_scaled:\n"
-                "            optimizer.weights[0] = np.nan\n        # Every rank draws",
-            ),
+            before("        # Every rank draws", DIGITS_NAN),
         ],
         "Cause: model. The gradient overflows at scale",
         tier="ranks",
     ),
     case(
-        FSDP,
-        2,
-        "nan",
-        "--steps 60",
-        [
-            ("history_size=options.steps, ", "give_up_after=20, "),
-            (
-                "        windows = draw",
-                "        if step == 30 and run.is_scaled:\n"
-                "            torch.nn.init.constant_(next(model.parameters()), math.nan)\n        windows = draw",
-            ),
-        ],
-        "Cause: weights. Weights hold inf or NaN, the most in",
-        tier="all",
+        *(FSDP, 2, "nan", "--steps 60"),
+        [("history_size=options.steps, ", "give_up_after=20, "), before("        windows = draw", FSDP_NAN)],
+        SPOILT,
     ),
     case(
-        LIGHTNING,
-        1,
-        "nan",
-        "--epochs 8",
-        [
-            ("growth_interval=GROWTH_INTERVAL)", "growth_interval=GROWTH_INTERVAL, give_up_after=20)"),
-            (
-                "        pixels, labels = batch\n        return",
-                "        pixels, labels = batch\n        if self.global_step == 30:\n"
-                "            nn.init.constant_(self.network[0].weight, torch.nan)\n        return",
-            ),
-        ],
-        "Cause: weights. Weights hold inf or NaN, the most in",
-        tier="all",
+        *(LIGHTNING, 1, "nan", "--epochs 8"),
+        [("=GROWTH_INTERVAL)", "=GROWTH_INTERVAL, give_up_after=20)"), before("        return nn.", LIGHTNING_NAN)],
+        SPOILT,
     ),
 ]
 
