@@ -64,6 +64,31 @@ def test_a_spike_is_skipped_on_a_device_without_a_host_read(cuda, name: str, wai
     assert stepped == [reason == "stepped" for reason in REASONS]
 
 
+@pytest.mark.parametrize(
+    "order", ["look refuse", "judge refuse", "refuse judge", "look judge refuse", "refuse look judge"]
+)
+@pytest.mark.parametrize(("name", "home"), [("SGD", "cpu"), ("SGD", "cuda"), ("AdamW-fused", "cuda")])
+def test_a_refusal_is_obeyed_whatever_a_framework_sees_or_writes(name: str, home: str, order: str):
+    run = made(name, home)
+    before = run.held
+    run.give(1.0)
+
+    def look():
+        run.scaler.unscale_(run.optimizer)
+        assert run.scaler._found_inf_per_device(run.optimizer)
+
+    def judge():
+        finite = {torch.device(home): torch.zeros(1, device=home)}
+        state = run.scaler._per_optimizer_states[id(run.optimizer)]
+        state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, finite
+
+    calls = {"look": look, "judge": judge, "refuse": lambda: run.scaler.refuse(run.optimizer)}
+    for call in order.split():
+        calls[call]()
+    run.step()
+    assert (run.report.reason, run.report.by, run.held, run.scaler.get_scale()) == ("refused", 0, before, 4.0)
+
+
 def test_a_rule_for_spikes_says_that_a_framework_leaves_it_nothing_to_judge():
     run = made("SGD", "cuda", skip=RULE)
     run.give(1.0)
