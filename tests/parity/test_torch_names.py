@@ -280,7 +280,7 @@ def test_first_numbers_and_factors_that_cannot_be_are_refused(pair: Pair):
     for name, value in wrong.items():
         with pytest.raises(GradscaleError):
             setattr(scaler, name, value)
-    assert scaler.state_dict() == before
+    assert (scaler.state_dict(), scaler._init_scale) == (before, 2.0**16)
 
 
 # What looks like a group.
