@@ -13,7 +13,6 @@ from gradscale.core.gradients import Request
 from gradscale.core.messages import warn_caller
 from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.iteration import Stage
-from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step, within_the_step
 from gradscale.scaler.verdict import Pending
 from gradscale_torch import devices
@@ -32,7 +31,9 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not _is_around_another(optimizer):
         if step.closure is not None:
             # When the closure returns its gradients are unscaled and finite.
-            return _fused_attributes(optimizer, getattr(optimizer, "grad_scale", None), _zero_for(optimizer, live))
+            home = _home_of_flags(optimizer, live.hooks.example().device)
+            zero = torch.zeros((), dtype=torch.float32, device=home)
+            return _fused_attributes(optimizer, getattr(optimizer, "grad_scale", None), zero)
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             warn_caller(
                 f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
@@ -85,13 +86,10 @@ def _fused_step(step: Step) -> Iterator[None]:
     if not pending.is_late or is_empty:
         forbid_capture(home, NO_READS)
         step.verdict = iteration.verdict_for_step(turn, optimizer)
-    flag, preset = flag_of(pending, home), getattr(optimizer, "grad_scale", None)
-    if found.flags and _CPU in found.flags:
-        # torch's optimizers do not wait for copies to the CPU.
-        home = _CPU
-    scale = preset
+    flag, scale = flag_of(pending, home), getattr(optimizer, "grad_scale", None)
+    home = _home_of_flags(optimizer, home)
     if found.is_scaled:
-        scale = moved(state.scale.clone() if preset is None else state.scale * preset, home)
+        scale = moved(state.scale.clone() if scale is None else state.scale * scale, home)
     # Copies, which the optimizer may change.
     with _fused_attributes(optimizer, scale, moved(flag, home).clone()):
         yield
@@ -108,13 +106,10 @@ def _fused_step(step: Step) -> Iterator[None]:
     _note_left_scaled(step)
 
 
-def _zero_for(optimizer: Any, live: LiveState) -> Tensor | None:
-    """Return a flag that makes the step; on the CPU for parameters there, as torch's wait for no copies to it."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    if any(one.device == _CPU for one in parameters):
-        return torch.zeros((), dtype=torch.float32, device=_CPU)
-    zero: Tensor | None = live.hooks.example()
-    return zero
+def _home_of_flags(optimizer: Any, home: torch.device) -> torch.device:
+    """Return where an optimizer's flags belong: on the CPU for parameters there, as nobody waits for copies to it."""
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    return _CPU if home == _CPU or any(one.is_cpu for one in parameters) else home
 
 
 @contextlib.contextmanager

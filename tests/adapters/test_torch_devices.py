@@ -22,6 +22,7 @@ from axes_torch import GradScaler, StepGuard, torch
 from host_cuda import installed, on_host
 from small_torch import Count, Group, Small, groups_in_use
 from tiers import examples
+from torch.amp.grad_scaler import OptState
 
 import gradscale
 from gradscale.scaler.scaler import iteration_of
@@ -239,12 +240,17 @@ class Life:
 
     def step(self, run: Run):
         scaler, optimizer = self.scaler, run.optimizer
-        is_refused, is_clipped = self.draws(0.2), self.clips and self.draws(0.6)
+        is_refused, is_clipped, before = self.draws(0.2), self.clips and self.draws(0.6), run.held
         # Alone it may be refused after it was unscaled, too.
         is_late = is_refused and self.groups is None and self.draws(0.5)
         if is_refused and not is_late:
             scaler.refuse(optimizer)
-        if is_clipped or is_late or self.draws(0.3):
+        if is_refused and not is_late and self.groups is None and self.draws(0.3):
+            # A framework that judges by itself.
+            state = scaler._per_optimizer_states[id(optimizer)]
+            found = {torch.device(self.home): torch.zeros(1, device=self.home)}
+            state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, found
+        elif is_clipped or is_late or self.draws(0.3):
             norm = scaler.unscale_(optimizer, **{"max_norm": 1.5} if is_clipped else {})
             self.seen.append(None if norm is None else norm.item())
             if self.draws(0.2):
@@ -259,6 +265,7 @@ class Life:
             optimizer.step = lambda: gradscale.NOT_STEPPED
         scaler.step(optimizer)
         vars(optimizer).pop("step", None)
+        assert not is_refused or run.held == before
 
     def iterate(self):
         scaler = self.scaler
