@@ -7,6 +7,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,7 +258,10 @@ def test_a_scaler_that_is_switched_off_passes_through(pair: Pair):
     run = Small(pair[0]("cpu"), dtypes=["float16"])
     run.scaler._enabled = False
     run.parameter.grad = torch.full_like(run.parameter, 4.0)
-    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == pytest.approx(32**0.5)
+    # Over a group it is not known whether plain tensors are parts, as with an enabled one.
+    is_grouped = pair[0].__name__ == "ShardedGradScaler"
+    with pytest.raises(InvalidValueError, match="over a group needs DTensor") if is_grouped else nullcontext():
+        assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == pytest.approx(32**0.5)
 
 
 def test_torchs_functions_are_found_when_its_names_are_replaced(pair: Pair, monkeypatch: pytest.MonkeyPatch):

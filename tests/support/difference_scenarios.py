@@ -468,10 +468,10 @@ ANSWERED = {
     "step": ("step 0", "step 1"),
     "one more": ("unscale_ 0", "unscale_ 1", "step 0", "step 1"),
     "two more": ("unscale_ 0", "unscale_ 1", "unscale_ 2", "step 0"),
+    "another first": ("unscale_ 0", "unscale_ 1", "step 1"),
 }
 """What one rank calls, while the others step all optimizers, and meets what the others tell when it has read theirs."""
 PROGRAMS = ANSWERED | {
-    "another first": ("unscale_ 0", "unscale_ 1", "step 1"),
     "norm": ("unscale_ 0", "norm 1"),
     "diagnosis": ("unscale_ 0", "diagnose 1"),
 }
