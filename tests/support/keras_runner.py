@@ -14,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -136,9 +137,9 @@ def calls():
     }
 
 
-def stepped(optimizer, dtype: str, grads: str) -> float:
+def stepped(optimizer, dtype: str, grads: str, weight=None) -> float:
     """Return a weight of a dtype, 1 at first, after a step of gradients of a dtype that are 0.5."""
-    weight = keras.Variable(np.ones(1), dtype=dtype)
+    weight = keras.Variable(np.ones(1), dtype=dtype) if weight is None else weight
     scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(0.5))))
     optimizer.apply_gradients([(keras.ops.convert_to_tensor(np.asarray([scaled], grads)), weight)])
     return float(keras.ops.convert_to_numpy(weight.value)[0])
@@ -189,6 +190,13 @@ def weights(folder: Path):
 
     pairs = [("float32", "float16"), ("float16", "float16"), ("float16", "float32")]
     answer["stepped"] = [stepped(found.ScaledOptimizer(keras.optimizers.SGD(0.5)), *pair) for pair in pairs]
+    for part, call in (("inner_optimizer", "apply"), ("scaler", "update")):
+        optimizer, weight = found.ScaledOptimizer(keras.optimizers.SGD(0.5)), keras.Variable(np.ones(1))
+        owner, ends = getattr(optimizer, part), [KeyboardInterrupt, mock.DEFAULT]
+        interrupted = mock.patch.object(owner, call, side_effect=ends, wraps=getattr(owner, call))
+        with interrupted, contextlib.suppress(KeyboardInterrupt):
+            stepped(optimizer, *pairs[0], weight)
+        answer["stepped"].append(stepped(optimizer, *pairs[0], weight))
     return answer
 
 
