@@ -292,7 +292,8 @@ def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], _Assign]:
     leaves, rebuild = tree.flatten(_require_tree(optimizer))
 
     def assign(replacements: dict[int, Array]) -> None:
-        if _is_made(type(optimizer), "grads") or any(replacements.get(id(leaf), leaf) is not leaf for leaf in leaves):
+        is_new = any(replacements.get(id(leaf), leaf) is not leaf for leaf in leaves) if replacements else False
+        if is_new or _is_made(type(optimizer), "grads"):
             unscaled = rebuild(replacements.get(id(leaf), leaf) for leaf in leaves)
             try:
                 optimizer.grads = unscaled

@@ -341,7 +341,8 @@ class GradScaler:
                     # A callback may fail on one rank, and all ranks raise these.
                     self._raise_for_all(ended, underflow, f"A callback of on_update has failed, too: {shown(error)}")
                 raise
-            self._raise_for_all(ended, underflow)
+            if underflow is not None or parts.tally.row.length:
+                self._raise_for_all(ended, underflow)
 
     # Reports.
 
@@ -710,8 +711,7 @@ class GradScaler:
         try:
             if underflow is not None:
                 raise underflow
-            if self._parts.tally.row.length:
-                self._tell_of_stall(ended)
+            self._tell_of_stall(ended)
         except (ScaleUnderflowError, TrainingStalledError) as error:
             if note is not None:
                 error.add_note(note)
