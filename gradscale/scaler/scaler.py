@@ -793,7 +793,7 @@ class ShardedGradScaler(GradScaler):
         """Agree over another group from now on; needed after unpickling, since communicators do not travel.
 
         Collective over it, as the constructor is. CallOrderError in the middle of an iteration, unless its agreement
-        has failed: it is then abandoned.
+        has failed: it is then abandoned. If the scaler leaves another group, gradients are to be made anew.
         """
         self._iteration.require_boundary("set_group()")
         self._has_group = True
