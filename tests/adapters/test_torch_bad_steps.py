@@ -199,12 +199,12 @@ class Around:
     """A wrapper that has whatever its optimizer has, and a step of its own or that of the optimizer."""
 
     def __init__(self, optimizer, is_called: bool):
-        self.optimizer = optimizer
+        self.inner = optimizer
         if is_called:
-            self.step = lambda: optimizer.step()
+            self.step, self.optimizer = lambda: optimizer.step(), optimizer
 
     def __getattr__(self, name: str):
-        return getattr(self.__dict__["optimizer"], name)
+        return getattr(self.__dict__["inner"], name)
 
 
 @pytest.mark.parametrize("is_called", [False, True])

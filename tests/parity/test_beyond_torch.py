@@ -11,6 +11,7 @@ import pytest
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
 from interrupts import interrupted_anywhere
 from small_torch import Small, assert_same
+from torch.amp.grad_scaler import OptState
 
 import gradscale
 from gradscale import CallOrderError
@@ -292,6 +293,22 @@ def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(nam
         assert not hasattr(run.optimizer, "found_inf")
         # The scale is a power of two, so that nothing is rounded by it.
         assert_same([losses, run.parameter], [expected, plain.parameter])
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
+def test_a_refusal_that_no_message_would_tell_the_ranks_of_a_mesh_is_an_error(kind):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    scaler, optimizer = kind("cpu"), torch.optim.SGD([parameter], lr=0.5)
+    scaler.scale(parameter.sum().full_tensor()).backward()
+    scaler.refuse(optimizer)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.zeros(())}
+    with pytest.raises(CallOrderError, match="let the framework's own flags skip the step"):
+        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
