@@ -191,8 +191,8 @@ class Iteration:
         """
         state = self.state
         if self.agreement.failure is None:
-            # Other ranks may have seen a difference already.
-            with contextlib.suppress(ScaleDesyncError):
+            # Other ranks may have seen a difference already, or never come.
+            with contextlib.suppress(*_OF_ALL_RANKS):
                 self.read_verdicts()
         following = Iteration(number, self.parts, steps)
         self.live.is_unused = self.live.is_unused or not self.is_at_boundary
@@ -679,7 +679,8 @@ class Iteration:
         if self.agreement.failure is None and not self.is_at_boundary:
             msg = (
                 f"{what} is possible only at the beginning of an iteration, before refuse(), unscale_() and step(), or "
-                f"at its end, after update(); this is the middle of iteration {self.number}"
+                f"at its end, after update(); this is the middle of iteration {self.number}, which load_state_dict() "
+                f"begins anew"
             )
             raise CallOrderError(msg)
 

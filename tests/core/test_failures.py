@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -247,6 +248,30 @@ def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: l
                 scaler = copy.deepcopy(scaler)
         with pytest.raises(gradscale.CallOrderError, match=r"scale\(\) has never been called on any rank since"):
             scaler.step(optimizer)
+        optimizer = begin(scaler)
+        scaler.step(optimizer)
+        return [one.tolist() for one in optimizer.seen[0]]
+
+    assert run_ranks(2, rank) == [[[1.0] * 3]] * 2
+
+
+def test_a_state_can_be_loaded_before_another_group_where_one_rank_alone_was_left():
+    class Leaving(Unreachable):
+        def start_max(self, x):
+            # It has compared its versions.
+            return super().start_max(x) if len(x) > 4 else lambda: x
+
+    def rank(group) -> list[Any]:
+        lost = Leaving(is_refusing=False)
+        lost.rank, lost.size = group.rank, group.size
+        scaler = ShardedGradScaler(group=lost)
+        saved, optimizer = scaler.state_dict(), begin(scaler)
+        with contextlib.suppress(gradscale.CollectiveTimeoutError):
+            scaler.unscale_(optimizer)
+            if group.rank == 0:
+                scaler.step(optimizer)
+        scaler.load_state_dict(saved)
+        scaler.set_group(group)
         optimizer = begin(scaler)
         scaler.step(optimizer)
         return [one.tolist() for one in optimizer.seen[0]]
