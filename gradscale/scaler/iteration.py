@@ -545,9 +545,9 @@ class Iteration:
         # Somebody wants them since a step whose verdict was to be read later.
         with self.agreement.failing():
             steps += [step_report(one.read(), self.number) for one in pending if one.is_late]
-        # Without a verdict the scale has to be read.
-        before = steps[0].scale if steps else verdicts[0].scale if verdicts else live.scale()
-        # A closure that overflows at every scale reads its verdict at a lower scale than the update starts from.
+        scales = [step.scale for step in steps] + [verdict.scale for verdict in verdicts]
+        # Without a verdict it has to be read; a closure's may be of a lower one than the update starts from.
+        before = live.scale() if not scales or any(step.retries for step in steps) else scales[0]
         is_read = len(verdicts) == len(pending) > 0 and pending[-1].state is (self.state or live.state)
         known = pending[-1].numbers if is_read and self.lowered is None and self.is_of_live_state else None
         # Computed from what was read, which spares a read.

@@ -69,7 +69,7 @@ class UpdateReport(NamedTuple):
     iteration : int
         The iteration that this update ended, from 1.
     scale : float
-        The scale that its gradients were divided by.
+        The scale that its gradients were divided by; of a closure that was evaluated again, at first.
     skipped : bool
         Whether any optimizer's step was skipped, on all ranks: also if the loop left out the step itself.
     rank : int

@@ -352,7 +352,8 @@ class Model:
         ``failure`` is what a callback raises.
         """
         judged = {k: turn for k, turn in self.turns.items() if turn.stage != "ready" and turn.reason != "no gradients"}
-        before = [*self.reports, *judged.values(), self][0].scale
+        has_retried = any(report.retries for report in self.reports)
+        before = self.scale if has_retried else [*self.reports, *judged.values(), self][0].scale
         told = [*self.reports]
         for k, turn in judged.items():
             if turn.is_over:
