@@ -108,8 +108,9 @@ def _fused_step(step: Step) -> Iterator[None]:
 
 def _home_of_flags(optimizer: Any, home: torch.device) -> torch.device:
     """Return where an optimizer's flags belong: on the CPU for parameters there, as nobody waits for copies to it."""
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
-    return _CPU if home == _CPU or any(one.is_cpu for one in parameters) else home
+    if home != _CPU and True in {one.is_cpu for group in optimizer.param_groups for one in group["params"]}:
+        return _CPU
+    return home
 
 
 @contextlib.contextmanager
