@@ -12,7 +12,7 @@ from gradscale.errors import GradscaleError, InvalidTypeError
 _LONGEST = 1000
 _SHOWN = 12
 # Packages with frames between a user's line and a warning; torch's are its compiler's.
-_BETWEEN = {"gradscale", "gradscale_torch", "gradscale_jax", "torch", "contextlib"}
+_BETWEEN = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_jax", "torch", "contextlib", "functools"}
 
 
 def shown(value: object) -> str:

@@ -79,9 +79,9 @@ class Turn:
     ``by_closure``: a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no
     spikes, since a line search tries losses that are far apart. ``is_declined``: the optimizer itself made no step; if
     that was so on some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun
-    and, unless it is over, was not made; ``is_stale``: a loss was scaled since. ``left_out``: the verdict by which
-    all ranks skip, if ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank
-    wants no step, if so. ``code``: why this rank skips the step, as :func:`claim.reason_code`; 0 if it does not.
+    and was not made; ``is_stale``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
+    ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank wants no step, if
+    so. ``code``: why this rank skips the step, as :func:`claim.reason_code`; 0 if it does not.
     """
 
     stage = Stage.READY

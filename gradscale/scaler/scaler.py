@@ -694,7 +694,7 @@ class GradScaler:
 
     def _record(self, step: Step) -> None:
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
-        turn.stage, turn.verdict = Stage.STEPPED, step.verdict
+        turn.stage, turn.verdict, turn.has_failed = Stage.STEPPED, step.verdict, False
         if step.verdict is None:
             assert turn.pending is not None
             reports.record_later(optimizer, iteration.number, turn.pending)
