@@ -161,7 +161,7 @@ class TorchBackend(Backend):
             if least == 1.0:
                 gradients.flag_nonfinite(tensors, flags, state.scale)
             else:
-                gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, flag_again=least < 1.0)
+                gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, again=least < 1.0)
             sums = [one.coalesce() for one in out if one.layout == torch.sparse_coo and not one.is_coalesced()]
             # The optimizer will see the sums of duplicates.
             gradients.flag_nonfinite(gradients.group_tensors([gradients.kernel_view(one) for one in sums]), flags)

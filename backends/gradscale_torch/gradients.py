@@ -127,8 +127,8 @@ class TensorGradients:
                 if request.max_norm is not None:
                     factor, norm = self._clipped(factor, request.max_norm, flags)
                 # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
-                are_flagged = norm is not None and not may_be_below_one and not self._parameters.meshes
-                unscale_in_place(tensors, factor, flags, flag_again=may_be_below_one, are_flagged=are_flagged)
+                flagged = norm is not None and not may_be_below_one and not self._parameters.meshes
+                unscale_in_place(tensors, factor, flags, again=may_be_below_one, flagged=flagged)
             if self._uncoalesced:
                 # The optimizer will see the sums of duplicates.
                 flag_nonfinite(group_tensors([kernel_view(one.coalesce()) for one in self._uncoalesced]), flags)
@@ -404,16 +404,14 @@ def _inverse_of_number(scale: float) -> Tensor:
     return torch.tensor(scale, dtype=torch.float32, device=_CPU).reciprocal()
 
 
-def unscale_in_place(
-    groups: Groups, factor: Tensor, flags: Flags, *, flag_again: bool, are_flagged: bool = False
-) -> None:
+def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, again: bool, flagged: bool = False) -> None:
     """Multiply dense real tensors by the reciprocal of the scale, 0-d float32 on any device, and note bad ones.
 
     The products must be flagged again if the reciprocal may be above 1, so that they may overflow. Tensors that are
-    ``are_flagged`` already are looked at only by a kernel that does both.
+    ``flagged`` already are looked at only by a kernel that does both.
     """
     for (device, dtype), tensors in groups.items():
-        if not _apply(device, tensors, flags, moved(factor, device), are_flagged=are_flagged) and flag_again:
+        if not _apply(device, tensors, flags, moved(factor, device), flagged=flagged) and again:
             # To read them is half of what the kernel does; on the CPU it is slower, and not there for float8.
             is_read = device.type != "cpu" and dtype.itemsize > 1
             _apply(device, _largest(tensors) if is_read else tensors, flags)
@@ -443,12 +441,7 @@ def _largest(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _apply(
-    device: torch.device,
-    tensors: list[Tensor],
-    flags: Flags,
-    factor: Tensor | None = None,
-    *,
-    are_flagged: bool = False,
+    device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor | None = None, *, flagged: bool = False
 ) -> bool:
     """Multiply tensors by a factor, if there is one, and set their device's flag if they are not finite.
 
@@ -464,11 +457,11 @@ def _apply(
         return False
     if factor is not None:
         _multiply(tensors, factor)
-    if not are_flagged:
+    if not flagged:
         for largest in _largest(_computable(tensors)):
             is_finite = (largest <= torch.finfo(largest.dtype).max).all()
             flag.masked_fill_(torch.logical_not(is_finite), 1.0)
-    return not are_flagged
+    return not flagged
 
 
 def _apply_by_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> bool:

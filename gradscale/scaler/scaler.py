@@ -16,13 +16,7 @@ from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown, unreadable
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, ScaleState
-from gradscale.errors import (
-    CallOrderError,
-    InvalidTypeError,
-    InvalidValueError,
-    ScaleUnderflowError,
-    TrainingStalledError,
-)
+from gradscale.errors import CallOrderError, GradscaleError, InvalidTypeError, InvalidValueError, ScaleUnderflowError
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement, Exchange
@@ -712,7 +706,7 @@ class GradScaler:
             if underflow is not None:
                 raise underflow
             self._tell_of_stall(ended)
-        except (ScaleUnderflowError, TrainingStalledError) as error:
+        except GradscaleError as error:
             if note is not None:
                 error.add_note(note)
             raise
