@@ -162,9 +162,8 @@ class TorchBackend(Backend):
                 gradients.flag_nonfinite(tensors, flags, state.scale)
             else:
                 gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, again=least < 1.0)
-            sums = [one.coalesce() for one in out if one.layout == torch.sparse_coo and not one.is_coalesced()]
-            # The optimizer will see the sums of duplicates.
-            gradients.flag_nonfinite(gradients.group_tensors([gradients.kernel_view(one) for one in sums]), flags)
+            sparse = [one for one in out if one.layout == torch.sparse_coo]
+            gradients.flag_sums([one for one in sparse if not one.is_coalesced()], flags)
             count, home = gradients.count_nonfinite(flags, tensors), state.scale.device
             if count is None:
                 return out, combined(flags, home).to(torch.int32)

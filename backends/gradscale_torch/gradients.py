@@ -129,9 +129,7 @@ class TensorGradients:
                 # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
                 flagged = norm is not None and not may_be_below_one and not self._parameters.meshes
                 unscale_in_place(tensors, factor, flags, again=may_be_below_one, flagged=flagged)
-            if self._uncoalesced:
-                # The optimizer will see the sums of duplicates.
-                flag_nonfinite(group_tensors([kernel_view(one.coalesce()) for one in self._uncoalesced]), flags)
+            flag_sums(self._uncoalesced, flags)
             count = count_nonfinite(flags, tensors)
         # A fused optimizer must not divide again what is unscaled.
         found = combined(flags, scale.device) if count is None else count
@@ -424,6 +422,11 @@ def flag_nonfinite(groups: Groups, flags: Flags, one: Tensor | None = None) -> N
         flags[one.device] = (one != 1.0).float()
     for (device, _), tensors in groups.items():
         _apply(device, tensors, flags)
+
+
+def flag_sums(uncoalesced: Sequence[Tensor], flags: Flags) -> None:
+    """Set the flags of devices with a sparse tensor whose duplicates, as an optimizer sums them, are not finite."""
+    flag_nonfinite(group_tensors([kernel_view(one.coalesce()) for one in uncoalesced]), flags)
 
 
 def flag_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
