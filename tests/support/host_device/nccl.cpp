@@ -130,7 +130,8 @@ int ncclCommAbort(Communicator* one) {
 int ncclCommRevoke(Communicator* one, int) { return ncclCommAbort(one); }
 int ncclAllReduce(const void* send, void* receive, std::size_t count, int type, int operation, Communicator* one,
                   cudaStream_t stream) {
-    if (type != kInt32 || operation != kMax) return kInvalidArgument;
+    // Another thread has aborted it since, for which CuPy passes none.
+    if (one == nullptr || type != kInt32 || operation != kMax) return kInvalidArgument;
     int device;
     cudaGetDevice(&device);
     if (device != one->device || one->is_ended) return kInvalidUsage;
