@@ -210,5 +210,5 @@ class Policy(Protocol):
     def clamp(self, scale: float) -> float:
         """Return a scale moved into the range that the policy allows (a checkpoint's, or one set by hand)."""
 
-    def at_min_scale(self, state: ScaleState) -> Array | None:
-        """Return a 0-d bool: would one more overflow have to be raised; None if the policy never raises."""
+    def at_min_scale(self, state: ScaleState) -> Array | bool | None:
+        """Return a bool or a 0-d one: would one more overflow have to be raised; None if the policy never raises."""

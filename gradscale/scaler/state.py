@@ -105,7 +105,7 @@ class LiveState:
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
         """Return whether an overflow now must be raised: a bool if the host knows it; None if never."""
         found = self.policy.at_min_scale(state)
-        known = None if found is None else self.backend.peek((found,))
+        known = None if found is None or isinstance(found, bool) else self.backend.peek((found,))
         return found if known is None else known[0] > 0
 
     def saved(self) -> Saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -40,6 +41,20 @@ def test_a_new_scale_is_set_in_spite_of_an_overflow_at_the_minimum(strict: Libra
     scaler.step(Tree([scaler.scale(strict.asarray([math.inf]))]))
     scaler.update(16.0)
     assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_users_policy_may_tell_by_a_plain_bool_whether_an_overflow_is_raised(arrays: Library, raises: bool):
+    class Mine(DynamicScale):
+        """A policy of a user's own."""
+
+        def at_min_scale(self, state):  # noqa: ARG002
+            return raises
+
+    scaler = GradScaler(policy=Mine())
+    with pytest.raises(gradscale.ScaleUnderflowError) if raises else contextlib.nullcontext():
+        iterate(arrays, scaler, Tree(), [math.inf])
+    assert scaler.get_scale() == 32768.0
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
