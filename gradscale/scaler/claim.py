@@ -14,8 +14,9 @@ The ``stage`` says that a message is gradscale's, and what it is for. Values of 
 words of ranks that differ, travel in rounds of such messages, in the place of the state. Only the :func:`greeting` is
 shorter. It goes before all others over a group, since another version may make them of another form.
 
-No other file knows the layout. One more thing to agree on is one more field of the claim, before ``kind``, which
-``Iteration.next_claim`` fills; an option of the scaler is one more of those that ``parts_of`` gives to the agreement.
+No other file knows the layout. One more thing to agree on, if it is an option of the scaler, is one more of those that
+``parts_of`` gives to the agreement. If it changes, it is a field of the claim, before ``kind``: ``next_claim`` fills it,
+and claims that other files make leave it at its default.
 """
 
 from __future__ import annotations
@@ -88,17 +89,17 @@ class Claim(NamedTuple):
     call: str
     iteration: int = 0
     message: int = 0
-    """Which one of the iteration."""
+    """The number of the message in the iteration."""
     optimizer: int = 0
-    """In the order in which the scaler has met them."""
+    """The number of the optimizer, in the order in which the scaler has met them."""
     scaler: int = 0
-    """In the order in which the group has had them."""
+    """The number of the scaler, in the order in which the group has had them."""
     group: int = 0
-    """Position in the list."""
+    """The position of the group in the list."""
     settings: int = 0
-    """The number of the scaler's options; see ``Agreement.identify``."""
+    """The number that ``Agreement.identify`` gives the scaler's policy and options."""
     steps: int = 0
-    """Made in the iterations before."""
+    """How many steps were made in the iterations before."""
     max_norm: float | None = None
     kind: str = ""
     """The optimizer's class and number of ``param_groups``, or its name."""
@@ -117,10 +118,13 @@ def hash_of(claim: Claim | None) -> tuple[int, ...]:
 
 
 class Reason(enum.IntEnum):
-    """Why a rank skips a step, the gravest last; false if it makes it. The number of a spike is 1.
+    """Why a rank skips a step; false if it makes it. From FAILED on it is an error on every rank.
 
-    One more reason is one more here, in ``HELD`` if it moves no scale, and in the words and counts of reports.py. A
-    method of the scaler gives it to ``Iteration.refuse``, if programs have it.
+    Of the others the gravest is the last, which MAX over the ranks keeps. A spike is 1, so that a flag is its number,
+    and windows learn from no step with a greater one.
+
+    One more reason is one more before OVERFLOW, in ``HELD`` if it moves no scale, and in the words of reports.py. If
+    programs have it, a method of the scaler gives it to ``Iteration.refuse``, and torch's scaler makes it ``untraced``.
     """
 
     STEPPED = 0
@@ -306,7 +310,7 @@ def bounds_in(agreed: Array) -> tuple[Array, Array]:
 
 
 def differ_in(agreed: Array) -> Array:
-    """Tell whether ranks that have found no overflow hold different states, hashes or norms, 0-d; no host read."""
+    """Tell whether ranks hold different states, hashes or norms, 0-d; after an overflow norms may. No host read."""
     xp, (least, most) = array_namespace(agreed), bounds_in(agreed)
     is_close = agreed[_NORM : _NORM + 1] + agreed[-1:] <= _CLOSE
     return xp.logical_not(xp.logical_and(xp.all(least == most), xp.all(is_close)))
@@ -352,7 +356,7 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
         # The values that ranks carry may differ.
         own = carrying(own[_HASH:_NORM], carried(values))
     if values[0] or _has_one_norm(values):
-        # So may norms, if they are close, or the gradients overflow.
+        # Norms may differ, too, if they are close, or the gradients overflow.
         own = [*own[:_NORM], values[_NORM], *own[_MIDDLE:-1], values[-1]]
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
     has_failed = reason_number(code_in(values)) >= Reason.FAILED
@@ -424,7 +428,7 @@ def spread(lowest: Sequence[int], highest: Sequence[int], own: Numbers | None = 
 
 
 def spread_of(values: Sequence[int], own: Sequence[int]) -> list[str]:
-    """Do that for an answer on the CPU; [] if some message had no state."""
+    """Say between which values the states and norms of an answer lie; [] if some message had no state."""
     if {values[_STAGE], -values[_MIDDLE]} != {_USUAL}:
         return []
     texts = spread([-value for value in values[_MIDDLE + 1 :]], state_bits(values), state_of(own))

@@ -79,7 +79,7 @@ class Turn:
     ``by_closure``: a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no
     spikes, since a line search tries losses that are far apart. ``is_declined``: the optimizer itself made no step; if
     that was so on some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun
-    and was not made; ``is_stale``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
+    and was not made; ``is_overtaken``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
     ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank wants no step, if
     so. ``code``: why this rank skips the step, as :func:`claim.reason_code`; 0 if it does not.
     """
@@ -88,7 +88,7 @@ class Turn:
     pending: Pending | None = None
     verdict: Verdict | None = None
     left_out: Verdict | None = None
-    by_closure = has_begun_to_step = is_declined = has_failed = is_stale = False
+    by_closure = has_begun_to_step = is_declined = has_failed = is_overtaken = False
     refused = Reason.STEPPED
     code: Array | int = 0
     observation: Observation | None = None
@@ -248,7 +248,7 @@ class Iteration:
         self.live.is_fresh = self.live.is_unused = False
         self.scaled = True
         for turn in self.turns:
-            turn.is_stale |= turn.has_failed
+            turn.is_overtaken |= turn.has_failed
 
     @contextlib.contextmanager
     def inside_closure(self) -> Iterator[None]:
@@ -291,7 +291,7 @@ class Iteration:
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order(f"step() has already been called {_SINCE}")
-        if turn.is_stale and turn.stage is Stage.UNSCALED:
+        if turn.is_overtaken and turn.stage is Stage.UNSCALED:
             self.wrong_order(
                 "step() of this optimizer has failed, and a loss was scaled since, whose gradients nothing would "
                 "divide: end the iteration with update(get_scale()), or load a state dict, and make new gradients"
@@ -338,12 +338,12 @@ class Iteration:
             # Over a group another rank may have the loss.
             if not self.scaled and not_scaled is None and not live.hooks.is_replayed and not live.is_one(state):
                 self.mistakes.look_for_scale(self.number, optimizer)
-            is_seen = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
-            if self.guard is not None and not is_seen:
+            is_excused = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
+            if self.guard is not None and not is_excused:
                 has_loss, has_norm = self.losses.number > 0, request.max_norm is not None
                 self.mistakes.look_for_values(self.guard.rule.of, has_loss=has_loss, has_norm=has_norm)
         before = turn.stage, turn.pending
-        turn.stage, turn.pending, turn.is_stale = Stage.UNSCALED, None, False
+        turn.stage, turn.pending, turn.is_overtaken = Stage.UNSCALED, None, False
         try:
             found = gradients.unscale(live, state)
         except BaseException as error:
@@ -583,7 +583,7 @@ class Iteration:
             if (count := one.count()) is not None:
                 counts.append(count)
                 # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
-                if one.is_late and (flag := one.held()) is not False:
+                if one.is_late and (flag := one.keeps_scale()) is not False:
                     held.append(flag)
         if self.reports.under_way:
             self.check_late_verdicts()

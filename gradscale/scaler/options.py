@@ -89,19 +89,16 @@ def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]
 
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
-            if not kwargs or kwargs.keys() <= known:
+            try:
+                if not kwargs.keys() <= known:
+                    signature.bind(*args, **kwargs)
+                return function(*args, **kwargs)
+            except TypeError:
                 try:
-                    return function(*args, **kwargs)
-                except TypeError:
-                    try:
-                        signature.bind(*args, **kwargs)
-                    except TypeError as error:
-                        what = str(error)
-                    else:
-                        raise
-            else:
-                what = ""
-            raise _mistake(function.__name__, signature, args, kwargs, what) from None
+                    signature.bind(*args, **kwargs)
+                except TypeError as error:
+                    raise _mistake(function.__name__, signature, args, kwargs, str(error)) from None
+                raise
 
         vars(call)["__signature__"] = signature
         return call

@@ -126,7 +126,7 @@ REASONS: dict[Reason, Words] = {
 }
 HELD_NAMES = [REASONS[reason].name for reason in HELD]
 """The reasons of steps that move no scale."""
-_COUNTED = ("taken", "overflow", "spike", "refused")
+_COUNTED = ("taken", REASONS[Reason.OVERFLOW].name, *HELD_NAMES)
 
 
 _Report = TypeVar("_Report")

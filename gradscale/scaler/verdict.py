@@ -22,11 +22,12 @@ class Pending:
 
     - Alone, with all numbers on the host: in ``known``, from the start.
     - Over a group, or on a device: in the answer to the message, and in ``known`` after the first ``read``.
-    - ``is_late``, if the optimizer acts on it by itself: the same, but nobody reads it unless asked. Until then
-      ``count``, ``skips``, ``held`` and ``reason`` answer with arrays of the device.
+    - ``is_late``, which an adapter sets if the optimizer acts on it by itself: the same, but read if asked. Until then
+      ``count``, ``skips``, ``keeps_scale`` and ``reason`` answer with arrays of the device.
     - ``is_captured``, if a captured graph writes it at each replay: ``read`` anew each time, and never in ``known``.
-    - ``override``, if a framework judges by itself: it returns 0-d, 0 for finite gradients, or None, and takes the
-      place of the count. It overrules no spike and no refusal. ``is_placeholder``: nobody else has judged.
+    - ``override``, which an adapter sets if a framework judges by itself: it returns 0-d, 0 for finite gradients, or
+      None, and takes the place of the count. It overrules no spike and no refusal. ``is_placeholder``: nobody else
+      has judged.
 
     ``not_scaled``: the gradients of a rank that has never scaled a loss.
     """
@@ -63,6 +64,7 @@ class Pending:
         if isinstance(code, int) and code:
             self._note_code(code)
         if isinstance(count, int) and count:
+            # It goes before a refusal, which counts again if a framework overrules the overflow.
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
         self._live, self._code, self._count = live, code, count
         norm: Array | float = 0.0
@@ -84,6 +86,7 @@ class Pending:
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
             words = claims.hash_of(claim)
             sent = claims.of_arrays(live.backend, live.policy, state, count, words, presence, scaled, code, norm)
+        # A verdict that is known from the start has none of these.
         # Gradients of a state before a load say nothing of the one in force.
         self._rank, self._updates = agreement.rank, live.updates if state is live.state else -1
         self._ballot = agreement.send(groups, sent, number, claim)
@@ -203,7 +206,7 @@ class Pending:
             return array_namespace(own).ones_like(own) if code else own
         return (own != 0) | (code != 0)
 
-    def held(self) -> Array | bool:
+    def keeps_scale(self) -> Array | bool:
         """Return for a late verdict whether the scale stays as it is; 0-d if the host does not know."""
         code = self._agreed_code()
         if isinstance(code, int) and code == 0:

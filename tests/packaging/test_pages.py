@@ -190,6 +190,7 @@ def test_a_search_leads_to_a_recipe_or_an_answer(word: str):
 def test_the_map_of_an_iteration_names_methods_that_are_there():
     from gradscale import Backend, DynamicScale, GradScaler
     from gradscale.core import arithmetic
+    from gradscale.policies import dynamic
     from gradscale.scaler import claim
     from gradscale.scaler.agreement import Agreement, Ballot
     from gradscale.scaler.guard import Guard
@@ -197,6 +198,7 @@ def test_the_map_of_an_iteration_names_methods_that_are_there():
     from gradscale.scaler.mistakes import Mistakes
     from gradscale.scaler.state import LiveState
     from gradscale.scaler.stepper import Step
+    from gradscale.scaler.verdict import Pending
 
     owners = {"scaler": GradScaler, "iteration": Iteration, "backend": Backend, "state": LiveState}
     owners |= {"guard": Guard, "mistakes": Mistakes}
@@ -206,6 +208,6 @@ def test_the_map_of_an_iteration_names_methods_that_are_there():
     rows = re.findall(r"^\| .*\? \| (.*) \|$", PAGES[".github/CONTRIBUTING.md"], re.MULTILINE)
     named = [name.split(".") for row in rows for name in re.findall(r"`([\w.]+)`", row) if not name.endswith(".py")]
     assert len(named) > 12
-    homes = {one.__name__: one for one in (Agreement, Ballot, DynamicScale, Iteration, Step)}
-    plain = {*dir(arithmetic), *dir(claim), *dir(Backend)}
+    homes = {one.__name__: one for one in (Agreement, Ballot, DynamicScale, Iteration, Pending, Step)}
+    plain = {*dir(arithmetic), *dir(claim), *dir(Backend), *dir(dynamic)}
     assert [name for *owner, name in named if not (hasattr(homes[owner[0]], name) if owner else name in plain)] == []
