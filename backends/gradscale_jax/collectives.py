@@ -293,7 +293,7 @@ def agree(
             raise InvalidTypeError(msg)
         code = jnp.where(spike, claims.reason_code(claims.Reason.SPIKE, 0) - (0 if group is None else group.rank), 0)
     backend = registry.backend_for(state.scale)
-    message = claims.of_arrays(backend, policy, state, nonfinite, words, code=code)
+    message = claims.of_arrays(backend, policy, state, words, claims.Flags(nonfinite, code=code))
     if group is not None:
         message = group.start_max(message)()
     found, (lowest, highest) = claims.flags_in(message), claims.bounds_in(message)

@@ -15,8 +15,8 @@ words of ranks that differ, travel in rounds of such messages, in the place of t
 shorter. It goes before all others over a group, since another version may make them of another form.
 
 No other file knows the layout. One more thing to agree on, if it is an option of the scaler, is one more of those that
-``parts_of`` gives to the agreement. If it changes, it is a field of the claim, before ``kind``: ``next_claim`` fills it,
-and claims that other files make leave it at its default.
+``parts_of`` gives to the agreement. If it changes, it is a field of the claim, before ``kind``: ``next_claim`` fills
+it, and claims that other files make leave it at its default.
 """
 
 from __future__ import annotations
@@ -191,10 +191,23 @@ class Verdict(NamedTuple):
         return self.reason not in HELD and not self.is_idle
 
 
-def verdict_from(
-    nonfinite: int, local_nonfinite: int, at_min_scale: bool, scale: float, presence: int, scaled: int, code: int
-) -> Verdict:
-    """Return the verdict that counts, flags and the gravest :func:`reason_code` give."""
+class Flags(NamedTuple):
+    """The findings of one rank, or of any rank of a group: numbers, or 0-d int32 of a device."""
+
+    nonfinite: Array = 0
+    at_min_scale: Array = False
+    presence: Array = Presence.SOME
+    scaled: Array = True
+    code: Array = 0
+
+
+CLEAN = Flags()
+"""The findings of a rank that makes its step."""
+
+
+def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
+    """Return the verdict that the ranks' findings give, of which the code is the gravest :func:`reason_code`."""
+    nonfinite, at_min_scale, presence, scaled, code = found
     reason, by = Reason.STEPPED, None
     if code:
         reason, by = reason_and_rank(code)
@@ -205,43 +218,31 @@ def verdict_from(
     if presence == Presence.SOME and not scaled and reason in (Reason.STEPPED, Reason.OVERFLOW):
         reason, by = Reason.NOT_SCALED, None
     is_idle = presence == Presence.ZEROS and not scaled
-    return Verdict(reason, by, nonfinite, local_nonfinite, at_min_scale, scale, is_idle)
+    return Verdict(reason, by, nonfinite, local_nonfinite, bool(at_min_scale), scale, is_idle)
 
 
 # The message that a rank sends.
 
 
-def of_numbers(
-    state: Numbers,
-    words: Sequence[int],
-    nonfinite: int = 0,
-    at_min_scale: bool = False,
-    presence: int = Presence.SOME,
-    scaled: bool = True,
-    code: int = 0,
-    norm: float = 0.0,
-) -> list[int]:
+def of_numbers(state: Numbers, words: Sequence[int], found: Flags = CLEAN, norm: float = 0.0) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
     scale, *trackers = state
     fields = [_USUAL, bits_of_float32(scale), *trackers, *words, bits_of_float32(norm)]
-    return [nonfinite, at_min_scale, presence, scaled, code, *fields, *map(operator.neg, fields)]
+    return [*found, *fields, *map(operator.neg, fields)]
 
 
 def of_arrays(
     backend: Backend,
     policy: Policy,
     state: ScaleState,
-    nonfinite: Array,
     words: Sequence[int],
-    presence: int = Presence.SOME,
-    scaled: bool = True,
-    code: Array | int = 0,
+    found: Flags,
     norm: Array | float = 0.0,
 ) -> Array:
     """Return the message of a state of arrays, 1-d int32, as :func:`of_numbers` does; no host read."""
     xp, like = array_namespace(state.scale), state.scale
     at_min_scale = policy.at_min_scale(state)
-    flags = nonfinite, False if at_min_scale is None else at_min_scale, presence, scaled, code
+    flags = found._replace(at_min_scale=False if at_min_scale is None else at_min_scale)
     bits = bits_of_float32(norm) if isinstance(norm, float) else norm_bits(backend, norm)
     fields: list[Array | int] = [*flags, _USUAL, backend.fingerprint(state), *words, bits]
     # All numbers at once: on a device each copy is a launch.
@@ -266,7 +267,7 @@ def carrying(words: Sequence[int], values: Sequence[int], stage: int = _CARRYING
 
 def failure(words: Sequence[int], rank: int) -> list[int]:
     """Return the message of a rank whose gradients cannot be unscaled."""
-    return of_numbers(Numbers(0.0), words, nonfinite=1, code=reason_code(Reason.FAILED, rank))
+    return of_numbers(Numbers(0.0), words, Flags(1, code=reason_code(Reason.FAILED, rank)))
 
 
 def telling() -> list[int]:
@@ -287,21 +288,11 @@ def shifted(backend: Backend | None, x: Array, before: Sequence[int], after: Seq
 # The answer of the group.
 
 
-class GroupFlags(NamedTuple):
-    """The findings of all ranks together, as 0-d int32 of a device."""
-
-    nonfinite: Array
-    at_min_scale: Array
-    presence: Array
-    scaled: Array
-    code: Array
-
-
-def flags_in(agreed: Array) -> GroupFlags:
-    """Return the flags of an answer. No host read."""
+def flags_in(agreed: Array) -> Flags:
+    """Return the flags of an answer, 0-d. No host read."""
     xp = array_namespace(agreed)
     # Not by index, for which NumPy gives a scalar.
-    return GroupFlags(*(xp.reshape(agreed[index : index + 1], ()) for index in range(_FLAGS)))
+    return Flags(*(xp.reshape(agreed[index : index + 1], ()) for index in range(_FLAGS)))
 
 
 def bounds_in(agreed: Array) -> tuple[Array, Array]:
@@ -378,9 +369,7 @@ def code_in(values: Sequence[int]) -> int:
 
 def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:
     """Return the verdict of ranks that hold one state, or of which some cannot unscale their gradients."""
-    nonfinite, at_min_scale, presence, scaled, code = values[:_FLAGS]
-    scale = float32_from_bits(values[_SCALE])
-    return verdict_from(nonfinite, own[0], bool(at_min_scale), scale, presence, scaled, code)
+    return verdict_from(Flags(*values[:_FLAGS]), own[0], float32_from_bits(values[_SCALE]))
 
 
 # The words for a difference between ranks.

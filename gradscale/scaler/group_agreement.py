@@ -14,7 +14,7 @@ from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
 from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
-from gradscale.scaler.claim import Call, Claim, Reason
+from gradscale.scaler.claim import Call, Claim, Flags, Reason
 from gradscale.scaler.options import DEFAULT_TIMEOUT
 
 
@@ -118,7 +118,7 @@ class GroupAgreement:
             # No product with a Python number: NumPy 1 would make it int64.
             number = xp.full_like(spike, claims.reason_code(Reason.SPIKE, agreement.rank()), dtype=xp.int32)
             code = as_0d_array(xp, xp.where(spike, number, xp.zeros_like(number)))
-        sent = claims.of_arrays(backend, self._policy, state, nonfinite, claims.hash_of(claim), code=code)
+        sent = claims.of_arrays(backend, self._policy, state, claims.hash_of(claim), Flags(nonfinite, code=code))
         with agreement.failing():
             ballot = agreement.send(self._groups, sent, self._calls, claim)
             verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)

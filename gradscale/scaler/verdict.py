@@ -11,7 +11,7 @@ from gradscale.core.gradients import Found
 from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import HELD, LENGTH, Claim, Presence, Reason, Verdict, verdict_from
+from gradscale.scaler.claim import HELD, LENGTH, Claim, Flags, Presence, Reason, Verdict, verdict_from
 from gradscale.scaler.state import LiveState
 
 
@@ -72,20 +72,20 @@ class Pending:
             (norm,) = live.backend.peek((found.norm,)) or (found.norm,)
         if numbers is not None and isinstance(count, int) and isinstance(code, int) and isinstance(norm, float):
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
+            flags = Flags(count, at_min_scale, presence, scaled, code)
             if not groups:
                 live.require_possible(numbers[0])
-                self.known = verdict_from(count, count, at_min_scale, numbers[0], presence, scaled, code)
+                self.known = verdict_from(flags, count, numbers[0])
                 return
             self.numbers = Numbers(*numbers)
-            words = claims.hash_of(claim)
-            values = claims.of_numbers(self.numbers, words, count, at_min_scale, presence, scaled, code, norm)
+            values = claims.of_numbers(self.numbers, claims.hash_of(claim), flags, norm)
             sent = live.backend.integers(values, state.scale)
         else:
             xp = live.home
             if isinstance(count, int):
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
-            words = claims.hash_of(claim)
-            sent = claims.of_arrays(live.backend, live.policy, state, count, words, presence, scaled, code, norm)
+            flags = Flags(count, False, presence, scaled, code)
+            sent = claims.of_arrays(live.backend, live.policy, state, claims.hash_of(claim), flags, norm)
         # A verdict that is known from the start has none of these.
         # Gradients of a state before a load say nothing of the one in force.
         self._rank, self._updates = agreement.rank, live.updates if state is live.state else -1

@@ -35,8 +35,8 @@ def maximum(messages: list[list[int]]) -> list[int]:
 
 @given(state=STATES, found=st.lists(st.tuples(st.integers(0, 2**31 - 1), CODES), min_size=1, max_size=8))
 def test_ranks_that_hold_the_same_learn_the_greatest_count_and_code(state, found: list[tuple[int, int]]):
-    sent = [claims.of_numbers(state, WORDS, count, code=code) for count, code in found]
-    sent.append(claims.of_numbers(state, WORDS, presence=claims.Presence.NONE))
+    sent = [claims.of_numbers(state, WORDS, claims.Flags(count, code=code)) for count, code in found]
+    sent.append(claims.of_numbers(state, WORDS, claims.Flags(presence=claims.Presence.NONE)))
     agreed = maximum(sent)
     for own in sent:
         assert claims.outcome(agreed, own) is Outcome.ONE_STATE
@@ -78,7 +78,7 @@ def test_norms_of_the_same_gradients_are_close_on_all_ranks(
     state = ScaleState(4.0, 0, 0, 0)
     odd = rank % size
     sent = [
-        claims.of_numbers(state, WORDS, count * (one == odd), norm=norm * factor if one == odd else norm)
+        claims.of_numbers(state, WORDS, claims.Flags(count * (one == odd)), norm=norm * factor if one == odd else norm)
         for one in range(size)
     ]
     agreed = maximum(sent)
@@ -320,7 +320,7 @@ def test_an_optimizer_that_gains_parameters_or_a_name_on_one_rank_alone_is_a_dif
 
 
 def test_an_overflow_that_devices_have_counted_is_of_no_rank_though_one_has_seen_a_spike():
-    found = claims.verdict_from(2, 0, False, 4.0, 2, 1, claims.reason_code(Reason.SPIKE, 3))
+    found = claims.verdict_from(claims.Flags(2, code=claims.reason_code(Reason.SPIKE, 3)), 0, 4.0)
     assert (found.reason, found.by) == (Reason.OVERFLOW, None)
 
 
