@@ -25,11 +25,11 @@ from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Watching, takes
-from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, record_disabled, step_of
+from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, record_disabled, step_of
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, hosts
-from gradscale_torch.backend import TorchBackend
+from gradscale_torch.backend import ScalerBackend
 from gradscale_torch.devices import moved
 from gradscale_torch.gradients import Settings
 from gradscale_torch.groups import TorchCollectives, default_group, is_lookalike
@@ -180,8 +180,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         factors = _factors(
             options.get("policy"), is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval)
         )
-        backend = TorchBackend(Settings(device, allow_fp16_grads, self._is_sharded, self._timeout))
-        assemble(self, backend, {**options, **factors}, enabled=is_enabled, own_rank=_own_rank)
+        backend = ScalerBackend(Settings(device, allow_fp16_grads, self._is_sharded, self._timeout))
+        assemble(self, parts_of({**options, **factors}, backend, None, _own_rank), is_enabled)
         self.set_group(group)
 
     def __repr__(self) -> str:
@@ -286,7 +286,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         # One that a subclass or a framework has put in its place is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
         with call_of(self, "step()"):
-            step = step_of(self, optimizer, args, kwargs, self, None if is_own else self.unscale_)
+            step = step_of(self, optimizer, args, kwargs, None if is_own else self.unscale_)
             try:
                 with _Untraced(step):
                     if step.calls_optimizer:

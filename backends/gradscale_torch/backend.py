@@ -14,21 +14,20 @@ from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_dis
 from gradscale.core.backend import HostRead, require_values
 from gradscale.core.gradients import Collected, Listed, Request, named_gradients
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, Policy
+from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, gradients
-from gradscale_torch.devices import Flags, TensorRead, combined, forbid_capture, integers, is_capturing, moved
+from gradscale_torch.devices import CPU, Flags, TensorRead, combined, forbid_capture, integers, is_capturing, moved
 from gradscale_torch.groups import TorchCollectives
 from gradscale_torch.stepping import stepping
 
 Tensor = torch.Tensor
 
-_CPU = torch.device("cpu")
 # Arguments of the kernel that adapts a state of the CPU.
-_FOUND = torch.zeros((), device=_CPU), torch.ones((), device=_CPU)
+_FOUND = torch.zeros((), device=CPU), torch.ones((), device=CPU)
 _PLAIN = {Tensor, torch.nn.Parameter}
 _item = torch.Tensor.item
 
@@ -50,12 +49,6 @@ class TorchBackend(Backend):
 
     The count of a verdict is exact for tensors of the CPU; of those on a device it says 1 for any number.
 
-    Parameters
-    ----------
-    settings : Settings, optional
-        Of one of torch's scalers that is replaced: the state stays in its tensors, so that frameworks and captured
-        graphs see the scale, gradients may be DTensors, and fused optimizers skip by themselves.
-
     Examples
     --------
     >>> import gradscale, gradscale_torch, torch
@@ -65,11 +58,7 @@ class TorchBackend(Backend):
     """
 
     name = "torch"
-
-    def __init__(self, settings: gradients.Settings | None = None) -> None:
-        self._settings, self.is_shared, self.is_replayed = settings, settings is not None, False
-        # torch's ShardedGradScaler multiplies by factors that are rounded to float32.
-        self.takes_numbers = settings is None or not settings.is_sharded
+    _device: torch.device | str | int | None = None
 
     def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
         """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. No communication."""
@@ -105,7 +94,7 @@ class TorchBackend(Backend):
 
     def example(self) -> Tensor:
         """Return a 0-d float32 tensor on the device that is trained on, or the default one."""
-        return torch.zeros((), dtype=torch.float32, device=self._settings and self._settings.device)
+        return torch.zeros((), dtype=torch.float32, device=self._device)
 
     def bits(self, x: Tensor, /) -> Tensor | None:
         """Return the bits of real values as signed integers; None for float8."""
@@ -169,23 +158,42 @@ class TorchBackend(Backend):
                 return out, combined(flags, home).to(torch.int32)
             return out, torch.full((), count, dtype=torch.int32, device=home)
 
-    # The hooks of a scaler.
+    def values_of(self, x: Array) -> Array | None:
+        """Return the dense tensor of a gradient's values on this rank. A loss may be of another library."""
+        return gradients.values_of(x) if isinstance(x, Tensor) else x
+
+    def shape_of(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of a gradient on this rank: of a DTensor, that of its local part."""
+        return tuple(gradients.local_tensor(x).shape)
+
+
+class ScalerBackend(TorchBackend):
+    """The hooks by which gradscale's scalers replace torch's.
+
+    The state stays in its tensors, so that frameworks and captured graphs see the scale, gradients may be DTensors, and
+    fused optimizers skip by themselves.
+    """
+
+    is_shared = True
+
+    def __init__(self, settings: gradients.Settings) -> None:
+        self._settings, self._device, self.is_replayed = settings, settings.device, False
+        # torch's ShardedGradScaler multiplies by factors that are rounded to float32.
+        self.takes_numbers = not settings.is_sharded
 
     def first_state(self, policy: Policy, numbers: Mapping[str, float], like: Array) -> ScaleState:
         """Return a policy's first state on the device of a tensor."""
-        if self._settings is None:
-            return super().first_state(policy, numbers, like)
         require_values(like)
-        home = like.device if isinstance(like, Tensor) else _CPU
+        home = like.device if isinstance(like, Tensor) else CPU
         forbid_capture(home, "call scale() once before, or every replay would begin with the first state again")
         with torch.inference_mode(False):
-            state = super().first_state(policy, numbers, torch.zeros((), device=_CPU))
+            state = super().first_state(policy, numbers, torch.zeros((), device=CPU))
             # Filled by kernels, for which nobody waits as for copies of the CPU's memory.
             return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=home) for one in state))
 
     def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
         """Return a state with some fields replaced by numbers, which its tensors hold if others look at them."""
-        if self._settings is None or state.scale.is_inference():
+        if state.scale.is_inference():
             return super().with_numbers(state, numbers)
         for tensor, number in zip(state, numbers, strict=True):
             if number is not None:
@@ -197,12 +205,7 @@ class TorchBackend(Backend):
         scale, tracker = state[:2]
         if not scale.is_cpu and is_capturing(scale.device):
             self.is_replayed = True
-        if (
-            self._settings is None
-            or held is not None
-            or type(policy) is not DynamicScale
-            or not _is_kernels_rule(policy)
-        ):
+        if held is not None or type(policy) is not DynamicScale or not _is_kernels_rule(policy):
             return self.put(state, super().adapt(policy, state, nonfinite, held))
         if not scale.is_cpu or tracker.item() >= policy.growth_interval:
             # The kernel grows at the interval alone.
@@ -223,8 +226,6 @@ class TorchBackend(Backend):
 
         Values that are kept for the old tuple are out of date.
         """
-        if self._settings is None:
-            return new
         if old[0].is_inference():
             # They were made in torch's inference mode, and cannot be written outside of it.
             return type(old)(*map(torch.clone, new))
@@ -235,8 +236,6 @@ class TorchBackend(Backend):
 
     def scale(self, outputs: Sequence[Tensor], state: ScaleState, /) -> list[Tensor]:
         """Multiply tensors by the scale; with torch's promotion in place of torch's scalers."""
-        if self._settings is None:
-            return super().scale(outputs, state)
         scaled = []
         for tensor in outputs:
             if not tensor.is_cpu and is_capturing(tensor.device):
@@ -245,25 +244,21 @@ class TorchBackend(Backend):
             scaled.append(product.to(tensor.dtype) if self._settings.is_sharded else product)
         return scaled
 
-    def map_outputs(self, outputs: object, home_for: Callable[[Tensor], Namespace], multiply: _Multiply) -> object:
+    def map_outputs(self, outputs: object, home_for: object, multiply: _Multiply) -> object:  # noqa: ARG002
         """Return outputs with every tensor multiplied; in place of torch's scalers one by one.
 
         Lists, tuples, named tuples and dicts keep their kinds; any other iterable as an iterator, as torch has it, so
         that an unconsumed one scales nothing.
         """
-        if self._settings is None:
-            return super().map_outputs(outputs, home_for, multiply)
         return multiply((outputs,))[0] if isinstance(outputs, Tensor) else _mapped(outputs, multiply)
 
     def collect(self, optimizer: Any, listed: Listed, request: Request) -> Collected:
         """Return an optimizer's gradients."""
-        if self._settings is None:
-            return super().collect(optimizer, listed, request)
         return gradients.TensorGradients(self._settings, optimizer, listed, request, is_replayed=self.is_replayed)
 
     def stepping(self, step: Step) -> contextlib.AbstractContextManager[None] | None:
         """Return a context to make a step in of a fused optimizer; None for another one."""
-        return None if self._settings is None else stepping(step)
+        return stepping(step)
 
     def was_left_scaled(self, optimizer: object, listed: Listed) -> bool:
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
@@ -272,26 +267,14 @@ class TorchBackend(Backend):
 
     def groups_of(self, optimizer: Optimizer) -> Sequence[Collectives]:
         """Return the meshes of an optimizer's DTensor parameters."""
-        if self._settings is None:
-            return ()
         # Without a look at the gradients: a rank whose gradients raise an error must not stay away.
         meshes = gradients.meshes_of(one.parameter for one in named_gradients(optimizer))
         return gradients.groups_over(meshes, self._settings.timeout)
 
     def norm_groups(self, optimizer: Any, *, is_alone: bool) -> Sequence[Collectives] | None:
         """Return the mesh over which the norm of DTensor gradients is taken."""
-        if self._settings is None:
-            return None
         meshes = gradients.require_norm(optimizer, is_alone=is_alone)
         return gradients.groups_over(meshes, self._settings.timeout)
-
-    def values_of(self, x: Array) -> Array | None:
-        """Return the dense tensor of a gradient's values on this rank. A loss may be of another library."""
-        return gradients.values_of(x) if isinstance(x, Tensor) else x
-
-    def shape_of(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of a gradient on this rank: of a DTensor, that of its local part."""
-        return tuple(gradients.local_tensor(x).shape)
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"is_replayed": False}

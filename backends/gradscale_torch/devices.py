@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 Flags: TypeAlias = dict[torch.device, Tensor]
 """By device, a 0-d float32: 1 if a value that is not finite was found, else 0."""
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 _READ_AFTER = "ask for the verdict of a step after the capture"
 
@@ -40,7 +40,7 @@ def moved(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = N
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
     """Return numbers as a 1-d int32 tensor on a device; nothing is waited for."""
-    if device == _CPU:
+    if device == CPU:
         return torch.tensor(values, dtype=torch.int32, device=device)
     # The CPU would wait for a copy, but not for the arguments of a kernel.
     made = torch.zeros(len(values), dtype=torch.int32, device=device)
@@ -50,7 +50,7 @@ def integers(values: Sequence[int], device: torch.device) -> Tensor:
 
 def is_capturing(device: torch.device) -> bool:
     """Tell whether a graph of a device is being captured, in which nothing may be waited for or asked."""
-    if device == _CPU:
+    if device == CPU:
         return False
     module = getattr(torch, device.type, None)
     ask: Callable[[], bool] | None = getattr(module, "is_current_stream_capturing", None)

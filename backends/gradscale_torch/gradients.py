@@ -13,14 +13,13 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscale.core import gradients
-from gradscale.core.aliasing import overlaps_itself
+from gradscale.core import aliasing, gradients
 from gradscale.core.gradients import Found, Home, Listed, Request
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL
 from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError
-from gradscale_torch.devices import Flags, combined, is_capturing, moved, would_wait
+from gradscale_torch.devices import CPU, Flags, combined, is_capturing, moved, would_wait
 from gradscale_torch.groups import TorchCollectives
 
 Tensor = torch.Tensor
@@ -28,8 +27,7 @@ Optimizer = torch.optim.Optimizer
 Groups: TypeAlias = "dict[tuple[torch.device, torch.dtype], list[Tensor]]"
 """Dense tensors by device and dtype."""
 
-_CPU = torch.device("cpu")
-_ONE = torch.ones((), dtype=torch.float32, device=_CPU)
+_ONE = torch.ones((), dtype=torch.float32, device=CPU)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 # torch's clip_grad_norm_ adds it to the norm.
 _EPSILON = 1e-6
@@ -140,7 +138,7 @@ class TensorGradients:
         max_norm = self._request.max_norm
         assert max_norm is not None
         self._require_whole()
-        norm = self._squares(next((device for device, _ in self._tensors), _CPU))[0].sqrt()
+        norm = self._squares(next((device for device, _ in self._tensors), CPU))[0].sqrt()
         factor = clip_factor(norm, max_norm)
         for (device, _), tensors in self._tensors.items():
             _multiply(tensors, moved(factor, device))
@@ -240,7 +238,7 @@ def _parameters_of(optimizer: Optimizer) -> Parameters:
     for index, gradient in enumerate(found):
         if gradient.layout == torch.strided and not gradient.is_contiguous():
             local = local_tensor(gradient)
-            if overlaps_itself(local.shape, local.stride()):
+            if aliasing.overlaps_itself(local.shape, local.stride()):
                 raise overlap(index, local)
     return Parameters(listed, meshes_of(listed.unique))
 
@@ -281,7 +279,7 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
     # Thousands of plain gradients are recognised by their few types and layouts; dense float32 ones of the CPU at once.
     is_plain = set(map(type, tensors)) <= {Tensor}
     if is_plain and tensors and all(map(torch.FloatTensor.__instancecheck__, tensors)):
-        return {(_CPU, torch.float32): tensors}, ()
+        return {(CPU, torch.float32): tensors}, ()
     if is_plain and {one.layout for one in tensors} <= {torch.strided}:
         groups = group_tensors(tensors)
         dtypes = {dtype for _, dtype in groups}
@@ -399,7 +397,7 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _inverse_of_number(scale: float) -> Tensor:
-    return torch.tensor(scale, dtype=torch.float32, device=_CPU).reciprocal()
+    return torch.tensor(scale, dtype=torch.float32, device=CPU).reciprocal()
 
 
 def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, again: bool, flagged: bool = False) -> None:
@@ -452,7 +450,7 @@ def _apply(
     """
     by = factor
     if by is None:
-        by = _ONE if device == _CPU else torch.ones((), dtype=torch.float32, device=device)
+        by = _ONE if device == CPU else torch.ones((), dtype=torch.float32, device=device)
     flag = flags.get(device)
     if flag is None:
         flag = flags[device] = torch.zeros_like(by)
@@ -511,10 +509,8 @@ def _computable(tensors: list[Tensor]) -> list[Tensor]:
 
 def overlap(index: int, tensor: Tensor) -> SharedMemoryError:
     """Return the error for a gradient whose elements share memory."""
-    return SharedMemoryError(
-        f"gradient {index}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, overlaps itself and cannot "
-        f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
-    )
+    copy = "grad.clone(memory_format=torch.contiguous_format)"
+    return aliasing.overlap(index, tuple(tensor.shape), tensor.stride(), copy)
 
 
 def count_nonfinite(flags: Flags, groups: Groups) -> int | None:

@@ -34,7 +34,7 @@ from gradscale.waiting import (
     require_message,
     wait_and_tell,
 )
-from gradscale_torch.devices import forbid_capture, integers, is_capturing
+from gradscale_torch.devices import CPU, forbid_capture, integers, is_capturing
 
 Tensor = torch.Tensor
 
@@ -46,8 +46,7 @@ _LATER = 10.0
 _under_way: dict[int, tuple[dist.Work, Tensor, dist.ProcessGroup]] = {}
 
 _OF_THE_DEVICE = "agree over a group of this device, such as one of NCCL, on gradients that are on it"
-_CPU = torch.device("cpu")
-_CPU_IN_DLPACK = 1
+CPU_IN_DLPACK = 1
 
 
 @atexit.register
@@ -245,9 +244,9 @@ def _forget_what_is_done() -> None:
 
 
 def _as_tensor(x: Array) -> Tensor:
-    if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] == _CPU_IN_DLPACK:
+    if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] == CPU_IN_DLPACK:
         # torch takes no read-only memory by DLPack, and ends the process at a negative stride.
-        return integers(registry.backend_for(x).read(x), _CPU)
+        return integers(registry.backend_for(x).read(x), CPU)
     return from_dlpack(array_namespace(x).asarray(x, copy=True))
 
 

@@ -78,17 +78,10 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
             msg = f"give process_group or group=, not both, got {shown(process_group)} and {shown(group)}"
             raise InvalidValueError(msg)
         self.process_group = process_group
+        factors = init_scale, growth_factor, backoff_factor, growth_interval
+        joined = process_group if group is None else group
         super().__init__(
-            device,
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            enabled,
-            group=process_group if group is None else group,
-            allow_fp16_grads=allow_fp16_grads,
-            timeout=timeout,
-            **options,
+            device, *factors, enabled, group=joined, allow_fp16_grads=allow_fp16_grads, timeout=timeout, **options
         )
 
     def _default_groups(self) -> Sequence[Collectives]:

@@ -16,12 +16,10 @@ from gradscale.scaler.iteration import Stage
 from gradscale.scaler.stepper import Step, within_the_step
 from gradscale.scaler.verdict import Pending
 from gradscale_torch import devices
-from gradscale_torch.devices import NO_READS, forbid_capture, is_capturing, moved
+from gradscale_torch.devices import CPU, NO_READS, forbid_capture, is_capturing, moved
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
-
-_CPU = torch.device("cpu")
 
 
 def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
@@ -108,8 +106,8 @@ def _fused_step(step: Step) -> Iterator[None]:
 
 def _home_of_flags(optimizer: Any, home: torch.device) -> torch.device:
     """Return where an optimizer's flags belong: on the CPU for parameters there, as nobody waits for copies to it."""
-    if home != _CPU and True in {one.is_cpu for group in optimizer.param_groups for one in group["params"]}:
-        return _CPU
+    if home != CPU and True in {one.is_cpu for group in optimizer.param_groups for one in group["params"]}:
+        return CPU
     return home
 
 

@@ -47,11 +47,13 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int 
     return meets(0, 0, False)
 
 
-def overlap(index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> SharedMemoryError:
+def overlap(
+    index: int, shape: tuple[int, ...], strides: tuple[int, ...], copy: str = "grad.copy()"
+) -> SharedMemoryError:
     """Return the error for a gradient whose elements share memory."""
     return SharedMemoryError(
         f"gradient {index}, shape {shape}, strides {strides}, overlaps itself and cannot be unscaled in place: assign "
-        f"a copy (grad.copy())"
+        f"a copy ({copy})"
     )
 
 

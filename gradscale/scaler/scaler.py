@@ -861,16 +861,9 @@ class StepGuard(ShardedGradScaler):
 # For adapters, whose scalers derive from these: functions, so that a user's scaler does not show them.
 
 
-def assemble(
-    scaler: GradScaler,
-    backend: Backend,
-    options: Mapping[str, object],
-    *,
-    enabled: bool,
-    own_rank: Callable[[], int | None],
-) -> None:
-    """Make an adapter's scaler, which has not joined its groups yet."""
-    scaler._assemble(parts_of(options, backend, None, own_rank), enabled)
+def assemble(scaler: GradScaler, parts: Parts, enabled: bool) -> None:
+    """Make an adapter's scaler of its parts, which have not joined their groups yet."""
+    scaler._assemble(parts, enabled)
 
 
 def call_of(scaler: GradScaler, call: str) -> contextlib.AbstractContextManager[object]:
@@ -891,15 +884,10 @@ def iteration_of(scaler: GradScaler) -> Iteration:
 
 
 def step_of(
-    scaler: GradScaler,
-    optimizer: Optimizer,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    owner: object,
-    unscale: Callable[[Any], object] | None,
+    scaler: GradScaler, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object], unscale: Any
 ) -> Step:
     """Return the context in which an adapter's own frame calls ``optimizer.step``."""
-    return Step(scaler._iteration, optimizer, args, kwargs, scaler._record, owner, unscale)
+    return Step(scaler._iteration, optimizer, args, kwargs, scaler._record, scaler, unscale)
 
 
 def record_disabled(scaler: GradScaler, optimizer: Optimizer) -> None:
