@@ -29,6 +29,9 @@ from gradscale.waiting import call_within
 _Carry: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 _LOWEST_INT32 = -(2**31)
 
+OF_ALL_RANKS = BackendError, CollectiveTimeoutError, ScaleDesyncError
+"""The errors that end an agreement, on every rank."""
+
 # Seconds in which the other ranks answer one that tells what it holds.
 _PATIENCE = 5.0
 
@@ -167,7 +170,7 @@ class Agreement:
         """Keep the error that ends an agreement; another try could fail differently on each rank."""
         try:
             yield
-        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
+        except OF_ALL_RANKS as error:
             self.failure = error
             raise
 

@@ -14,17 +14,10 @@ from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import Listed, Request, named_gradients, require_step
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.errors import (
-    BackendError,
-    CallOrderError,
-    CollectiveTimeoutError,
-    GradscaleError,
-    ScaleDesyncError,
-    ScaleUnderflowError,
-)
+from gradscale.errors import CallOrderError, GradscaleError, ScaleUnderflowError
 from gradscale.policies.dynamic import next_numbers
 from gradscale.scaler import claim as claims
-from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement
 from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict
 from gradscale.scaler.guard import Guard, Losses, Observation
 from gradscale.scaler.mistakes import Mistakes
@@ -46,7 +39,6 @@ _INCOMPLETE = (
 )
 
 _UNSCALING = Request()
-_OF_ALL_RANKS = BackendError, CollectiveTimeoutError, ScaleDesyncError
 
 
 class Parts(NamedTuple):
@@ -192,7 +184,7 @@ class Iteration:
         state = self.state
         if self.agreement.failure is None:
             # Other ranks may have seen a difference already, or never come.
-            with contextlib.suppress(*_OF_ALL_RANKS):
+            with contextlib.suppress(*OF_ALL_RANKS):
                 self.read_verdicts()
         following = Iteration(number, self.parts, steps)
         self.live.is_unused = self.live.is_unused or not self.is_at_boundary
@@ -351,7 +343,7 @@ class Iteration:
             if not gradients.is_touched:
                 turn.stage, turn.pending = before
             # An exchange of norms has told them.
-            if isinstance(error, Exception) and not isinstance(error, _OF_ALL_RANKS):
+            if isinstance(error, Exception) and not isinstance(error, OF_ALL_RANKS):
                 self._tell_of_failure(optimizer)
             raise
         try:
@@ -466,7 +458,7 @@ class Iteration:
                 if other.pending is not None and other.pending.is_unread:
                     other.pending.read()
             return pending.read()
-        except _OF_ALL_RANKS as error:
+        except OF_ALL_RANKS as error:
             self.agreement.failure = error
             raise
 

@@ -171,7 +171,7 @@ class LiveState:
         bits, *trackers = values
         scale = validation.float32_from_bits(bits)
         self.require_possible(scale)
-        return self._possible(Numbers(scale, *trackers), self.home)
+        return self._possible(Numbers(scale, *trackers))
 
     def note_scale(self, scale: float, updates: int) -> None:
         """Take note of the scale that a verdict carries, which was the one after so many updates."""
@@ -201,25 +201,21 @@ class LiveState:
         self.updates += 1
         self._seen, self._replaced_at = (scale, self.updates), self.updates
 
-    def numbers_of(self, state: ScaleState) -> Numbers:
-        """Return the numbers of a state: one host read. BackendError for numbers that no policy makes."""
-        backend = self.backend_for(state.scale)
-        known = backend.peek(state)
-        if known is None:
-            scale, *known = backend.read(backend.fingerprint(state))
-            known = [validation.float32_from_bits(scale), *known]
-        return self._possible(Numbers(*known), array_namespace(state.scale))
-
     def numbers(self) -> dict[str, float]:
-        """Return the state as numbers, by the names of its fields. One host read."""
-        return self.first if self.state is None else self.numbers_of(self.state)._asdict()
+        """Return the state as numbers, by their names: one host read. BackendError for some that no policy makes."""
+        if self.state is None:
+            return self.first
+        backend, known = self.backend, self.backend.peek(self.state)
+        if known is None:
+            return self.checked(backend.read(backend.fingerprint(self.state)))._asdict()
+        return self._possible(Numbers(*known))._asdict()
 
     def scale(self) -> float:
         """Return the scale as a number. One host read."""
         if self.state is None:
             return self.first["scale"]
         known = self.backend.peek(self.state[:1])
-        return self.numbers_of(self.state).scale if known is None else known[0]
+        return self.numbers()["scale"] if known is None else known[0]
 
     def replace_scale(self, scale: float) -> None:
         """Set the scale and keep the trackers."""
@@ -268,7 +264,7 @@ class LiveState:
         said = _ANY_TRACKERS if self.hooks.is_shared else getattr(policy, "largest_trackers", _ANY_TRACKERS)
         return tuple(map(max, said, reached)) if reached else said
 
-    def _possible(self, numbers: Numbers, library: Namespace) -> Numbers:
+    def _possible(self, numbers: Numbers) -> Numbers:
         """Return numbers, having checked that a policy can have made them."""
         (scale, *trackers), largest = numbers, self._largest
         if 0.0 < scale < math.inf and all(
@@ -279,7 +275,7 @@ class LiveState:
         found = ", ".join(f"{name}={tracker}" for name, tracker in zip(names, trackers, strict=True))
         most = ", ".join(f"{name} {most}" for name, most in zip(names, largest, strict=True))
         msg = (
-            f"the host has read a state from {library.__name__} that no policy makes, got scale={scale!r}, {found}; "
+            f"the host has read a state from {self.home.__name__} that no policy makes, got scale={scale!r}, {found}; "
             f"the scale is finite and above 0, and no tracker negative or above {most}. A function of the library, "
             f"such as concat, gives wrong values for arrays this small, or something else has written to the state; "
             f"the scaler has not taken it over. gradscale.testing.check_backend may show which; try another version "

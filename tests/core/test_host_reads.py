@@ -93,7 +93,10 @@ def test_no_rule_passes_what_it_says_its_trackers_reach(name: str):
         state = policy.update(state, nonfinite=np.asarray(int(bad)))
         reached = [max(int(tracker), most) for tracker, most in zip(state[1:], reached, strict=True)]
     assert all(most <= limit for most, limit in zip(reached, largest, strict=True)), (reached, largest)
-    assert LiveState(policy).numbers_of(state).scale == float(state.scale)
+    live = LiveState(policy)
+    live.current(state.scale)
+    live.take(state)
+    assert live.numbers()["scale"] == float(state.scale)
 
 
 def test_a_policy_that_does_not_say_may_use_all_of_int32():
