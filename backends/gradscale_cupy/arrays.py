@@ -37,10 +37,7 @@ class CupyBackend(Backend):
 
     name = "cupy"
 
-    @explained("the verdict was read")
-    def read(self, x: Array, /) -> list[int]:
-        """Return a 1-d int32 array as Python ints: waits for the current stream."""
-        return [int(value) for value in x.get()]
+    read = explained("the verdict was read")(Backend.read)
 
     @explained("a number was copied to another device")
     def move(self, x: Array, like: Array, /) -> Array:

@@ -281,6 +281,9 @@ def agree(
     """
     validation.policy(policy)
     state = trees.as_state(state)
+    if getattr(nonfinite, "dtype", None) != jnp.int32 or np.shape(nonfinite) != ():
+        msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {shown(nonfinite)}"
+        raise InvalidTypeError(msg)
     words = claims.hash_of(claims.Claim(claims.Call.COMPILED, settings=claims.identify(policy)))
     group = None if axis_name is None else AxisCollectives(axis_name)
     code: jax.Array | int = 0

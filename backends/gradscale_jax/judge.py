@@ -139,7 +139,6 @@ def _judge(rule: SkipSpikes, windows: SpikeState, loss: object, grads: object) -
     if not found:
         msg = f"{rule!r} judges losses alone, and got none: call update(grads, opt_state, params, value=loss)"
         raise InvalidValueError(msg)
-    unknown = jnp.full_like(windows.values[0, 0], jnp.nan)
-    values = jnp.stack([found.get(name, unknown) for name in rule.of])
+    values = jnp.stack([found.get(name, np.float32(np.nan)) for name in rule.of])
     is_known = np.asarray([name in found for name in rule.of])
     return values, jnp.any(jnp.logical_and(rule.judge(windows, values), is_known))

@@ -110,9 +110,13 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
             raise InvalidValueError(msg)
         if not self.built:
             self.build(trainable_variables)
-        before = [[variable.value for variable in those] for those in (self.variables, trainable_variables)]
-        weights, values = self.stateless_apply(before[0], grads, before[1])
-        for variable, value in zip([*trainable_variables, *self.variables], [*weights, *values], strict=True):
+        # In any order, of any of the variables.
+        self._check_variables_are_known(trainable_variables)
+        given = {id(variable): grad for grad, variable in zip(grads, trainable_variables, strict=True)}
+        weights = self._trainable_variables
+        before = [[variable.value for variable in those] for those in (self.variables, weights)]
+        after = self.stateless_apply(before[0], [given.get(id(weight)) for weight in weights], before[1])
+        for variable, value in zip([*weights, *self.variables], [*after[0], *after[1]], strict=True):
             variable.assign(value)
 
     def get_config(self) -> dict[str, object]:

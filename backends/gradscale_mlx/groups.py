@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
@@ -65,6 +64,7 @@ class MlxCollectives:
             size=self.size,
             on_give_up=self._keep_for_good,
         )
+        self.within = self._group.within
 
     def __repr__(self) -> str:
         return f"MlxCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
@@ -87,10 +87,6 @@ class MlxCollectives:
             return result if is_own else registry.backend_for(x).integers(result.tolist(), x)
 
         return finish
-
-    def within(self, seconds: float) -> AbstractContextManager[None]:
-        """Let waits end after some seconds, if not before."""
-        return self._group.within(seconds)
 
     def example(self) -> mx.array:
         """Return a 0-d float32 array: a rank that never has an array takes part with MLX's."""

@@ -56,11 +56,13 @@ class ModelAndOptimizer:
         ``model.state`` and ``optimizer.state``.
         """
         self.optimizer.init(grads)  # What it has is kept.
-        before = tree_map(lambda x: x, self._state())
-        self.optimizer.update(self.model, grads)
-        params, state = gradscale.select(pred, self._state(), before)
-        self.model.update(params)
-        _put(self.optimizer.state, state)
+        chosen = before = tree_map(lambda x: x, self._state())
+        try:
+            self.optimizer.update(self.model, grads)
+            chosen = gradscale.select(pred, self._state(), before)
+        finally:
+            self.model.update(chosen[0])
+            _put(self.optimizer.state, chosen[1])
 
     def _state(self) -> tuple[object, object]:
         return self.model.trainable_parameters(), self.optimizer.state

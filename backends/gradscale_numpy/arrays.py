@@ -60,11 +60,6 @@ class NumpyBackend(Backend):
     def __init__(self, fast: bool | None = None) -> None:
         self._fast = fast
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether float16, bfloat16 and float32 are unscaled by the kernels compiled by numba."""
-        return self._unscale_all is not kernels.unscale_all
-
     @functools.cached_property
     def _unscale_all(self) -> UnscaleAll:
         is_wanted = os.environ.get(_FAST_VARIABLE, "1") != "0" and importlib.util.find_spec("numba") is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -140,6 +139,7 @@ class MPICollectives:
             size=self.size,
             on_give_up=duplicate.give_up,
         )
+        self.within = self._group.within
 
     def __repr__(self) -> str:
         return f"MPICollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
@@ -165,10 +165,6 @@ class MPICollectives:
             return receive if is_host else registry.backend_for(x).integers(receive.tolist(), x)
 
         return finish
-
-    def within(self, seconds: float) -> AbstractContextManager[None]:
-        """Let waits end after some seconds, if not before."""
-        return self._group.within(seconds)
 
     def example(self) -> _Vector:
         """Return a 0-d float32 array: a rank that never has an array takes part with NumPy's."""

@@ -66,7 +66,7 @@ def every_rank(callback: Callable[[_Report], object]) -> Callable[[_Report], obj
 class LogUpdates:
     """Log a line for each skipped step, and one with the scale before and after each update that changed it.
 
-    As ``on_update`` it logs both, as ``on_skip`` skipped steps alone, and as both each step once.
+    As ``on_update`` it logs both, as ``on_skip`` skipped steps alone, and as both each step once. One for each scaler.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def _worst(overflow: OverflowReport | None) -> str:
     """Return the end of a line: the names of the worst parameters, and whether the model is at fault."""
     if overflow is None:
         return ""
-    names = list(dict.fromkeys(entry.name for entry in overflow.nonfinite))
+    names = list(dict.fromkeys(entry.name for entry in overflow.nonfinite if entry.name))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     scale = ", not the scale" * (overflow.scale != 1.0)
     cause = f"; the model is at fault{scale}" if overflow.cause == "model" else ""

@@ -86,6 +86,14 @@ def test_an_axis_that_is_not_mapped_is_refused():
 
 
 @pytest.mark.tier("quick")
+@pytest.mark.parametrize("count", [np.float32(0.25), jnp.zeros(2, jnp.int32), jnp.asarray(True), 0], ids=repr)
+def test_a_count_that_is_not_one_int32_is_refused(count):
+    # A mean over ranks, such as by lax.pmean, would be cut to 0.
+    with pytest.raises(InvalidTypeError, match="nonfinite must be a 0-d int32 array, such as unscale returns, got"):
+        gradscale_jax.agree(count, POLICY.init(jnp.zeros(())), POLICY)
+
+
+@pytest.mark.tier("quick")
 @pytest.mark.parametrize("spike", [np.zeros(2, bool), jnp.zeros((1, 1), bool), [True], "yes"], ids=repr)
 def test_a_spike_that_is_not_one_value_is_refused(spike):
     state = POLICY.init(jnp.zeros(()))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from axes import require
-from axes_jax import gradscale_jax, jnp
+from axes_jax import gradscale_jax, jax, jnp
 from jax_programs import WAYS
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale
@@ -24,6 +24,13 @@ def test_a_step_without_a_loss_after_steps_with_one_is_no_spike():
     for given in ({"value": 1.0}, {"value": 2.0}, {"value": 1.5}, {}):
         _, state = tx.update(jnp.ones(1), state, **given)
         assert bool(gradscale_jax.verdict_of(state).taken)
+
+
+def test_a_clean_step_makes_no_nan_that_jax_would_find():
+    tx = gradscale_jax.scaled(optax.sgd(0.1), StaticScale(1.0), skip=SkipSpikes(window=2))
+    with jax.debug_nans(True):
+        _, state = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), value=1.0)
+    assert bool(gradscale_jax.verdict_of(state).taken)
 
 
 @pytest.mark.parametrize(

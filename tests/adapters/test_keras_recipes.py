@@ -56,6 +56,7 @@ def test_the_class_for_keras_follows_any_policy_outside_of_fit_and_refuses_what_
     # The first overflow is tolerated, and the second one is not.
     assert answer["seen"] == [[8.0, -1.0], [8.0, -1.0], [8.0, -1.0], [4.0, -3.0]]
     assert answer["saved"] == answer["kept"]
+    assert answer["in any order"][0] == answer["in any order"][1]
     assert (
         answer["no variables"] == "InvalidValueError: apply needs the variables, got none; call apply(grads, variables)"
     )

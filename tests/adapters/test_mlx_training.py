@@ -15,7 +15,7 @@ from gradscale import DynamicScale, GradScaler, InvalidTypeError, StaticScale
 mx = require("mlx")
 import mlx.nn as nn  # noqa: E402
 import mlx.optimizers as optim  # noqa: E402
-from mlx.utils import tree_flatten  # noqa: E402
+from mlx.utils import tree_flatten, tree_map  # noqa: E402
 
 import gradscale_mlx  # noqa: E402
 
@@ -145,6 +145,18 @@ def test_the_pure_loop_and_the_compiled_one_skip_what_the_scaler_skips(name: str
     compiled = pure_loop(mx.float32, OPTIMIZERS[name](), given, policy, True)
     without = pure_loop(mx.float32, OPTIMIZERS[name](), batches(mx.float32, None), StaticScale(1024.0), True)
     assert compiled == without
+
+
+@pytest.mark.parametrize("pred", [False, mx.array([False, True])], ids=["bool", "two"])
+def test_a_step_that_cannot_be_chosen_leaves_the_model_and_its_optimizer_as_they_were(pred):
+    model = nn.Linear(2, 2)
+    trained = gradscale_mlx.ModelAndOptimizer(model, optim.Adam(0.1))
+    grads = tree_map(lambda x: mx.full(x.shape, math.nan), model.trainable_parameters())
+    trained.optimizer.init(grads)
+    before = [x.tolist() for _, x in tree_flatten((model.parameters(), trained.optimizer.state))]
+    with pytest.raises(InvalidTypeError):
+        trained.step_if(pred, grads)
+    assert [x.tolist() for _, x in tree_flatten((model.parameters(), trained.optimizer.state))] == before
 
 
 def test_an_optimizer_of_mlx_alone_is_no_optimizer_of_a_scaler():

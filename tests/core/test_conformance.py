@@ -77,6 +77,20 @@ def judged_before(xp, grads: Sequence[Any], arrays, _):
     return arrays, xp.asarray(sum(not bool(xp.all(xp.isfinite(grad))) for grad in grads), dtype=xp.int32)
 
 
+def judged_in_part(xp, _, arrays, count):
+    """Count what is not finite in the first elements of arrays."""
+    if not all(xp.isdtype(x.dtype, "real floating") for x in arrays):
+        return arrays, count
+    bad = sum(not bool(xp.all(xp.isfinite(xp.reshape(x, (-1,))[:4096]))) for x in arrays)
+    return arrays, xp.asarray(bad, dtype=xp.int32)
+
+
+def unjudged_at_one(self: Core, grads: Sequence[Any], state, **options):
+    """Count nothing if the scale is known to be 1, as it always is for a StepGuard."""
+    arrays, count = Core.unscale(self, grads, state, **options)
+    return arrays, self.arrays.xp.zeros_like(count) if isinstance(state, arithmetic.UnitState) else count
+
+
 def seeing(change):
     """Return a ``summarize`` that sees arrays changed by ``change(xp, array)``."""
 
@@ -98,6 +112,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "forgets an array": answering(lambda _xp, _, arrays, count: (arrays[1:], count)),
     "judges its input": answering(judged_before),
     "divides": {"unscale": divided},
+    "judges the first elements": answering(judged_in_part),
+    "judges nothing at a scale of 1": {"unscale": unjudged_at_one},
     "ignores the dtype": {"unscale": lambda self, grads, state, **_: Core.unscale(self, grads, state)},
     "ignores the out": {
         "unscale": lambda self, grads, state, *, dtype=None, **_: Core.unscale(self, grads, state, dtype=dtype)
@@ -176,15 +192,24 @@ def overwriting(xp, grads: Sequence[Any], arrays, count):
     return arrays, count
 
 
+def written_flat(self: Core, grads: Sequence[Any], state, *, out=None, **options):
+    """Write in place to flat views of arrays, which are copies of those that have gaps."""
+    arrays, count = Core.unscale(self, grads, state, out=out, **options)
+    for target, array in zip(out or (), arrays, strict=False):
+        target.reshape(-1)[...] = array.reshape(-1)
+    return out or arrays, count
+
+
 NUMPYS_WRONG = {
     "was modified to": answering(overwriting),
+    "in place with gaps": {"unscale": written_flat},
     "must become": answering(lambda xp, _, arrays, count: ([x + xp.zeros_like(x) for x in arrays], count)),
 }
 
 
 @pytest.mark.numpy
 @pytest.mark.parametrize("said", NUMPYS_WRONG)
-def test_an_adapter_that_modifies_its_input_or_loses_the_sign_of_zero_fails(said: str):
+def test_an_adapter_that_modifies_its_input_or_forgets_gaps_or_loses_the_sign_of_zero_fails(said: str):
     with opened("numpy") as library:
         wrong = type("Wrong", (Core,), NUMPYS_WRONG[said])(library)
     with pytest.raises(AssertionError, match=said):

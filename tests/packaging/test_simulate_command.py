@@ -156,6 +156,14 @@ def test_the_counts_tell_a_spike_that_was_left_out_from_an_overflow(tmp_path: Pa
     assert (row["steps"], row["skipped"], row["final_scale"]) == (6, 1, 2.0**15)
 
 
+@pytest.mark.parametrize("magnitude", ["", ', "magnitude": 0.5'], ids=["", "with magnitudes"])
+def test_a_step_whose_closure_was_tried_again_fits_at_the_scale_that_it_came_to(magnitude: str, tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    path.write_text(f'{{"scale": 1048576.0, "new_scale": 65536.0, "skipped": false, "retries": 4{magnitude}}}\n')
+    (row,) = json.loads(run(str(path), "--json", "-p", "torch:init_scale=1048576")[1])
+    assert (row["skipped"], row["final_scale"]) == (1, 2.0**19)
+
+
 def test_presets_are_rows_side_by_side():
     code, output = run("-p", "torch", "-p", "megatron:hysteresis=3", "COC")
     assert code == 0

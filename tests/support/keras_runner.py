@@ -21,7 +21,7 @@ import numpy as np
 from recipe_blocks import INTEROP, JAX_PAGE, TORCH_PAGE, run_on
 
 import gradscale
-from gradscale import presets
+from gradscale import StaticScale, presets
 
 BATCHES, FEATURES = 8, 6
 
@@ -133,8 +133,23 @@ def calls():
                 *(around(keras.optimizers.SGD(1.0)) for around in (keras.optimizers.LossScaleOptimizer, made)),
             )
         ],
+        "in any order": [
+            in_any_order(around)
+            for around in (lambda inner: made(inner, StaticScale(1.0)) if IS_JAX else inner, lambda inner: inner)
+        ],
         "no policy": raised(lambda: keras.saving.deserialize_keras_object(own)),
     }
+
+
+def in_any_order(around):
+    """Return two variables after steps in which they come in another order, and one comes alone."""
+    optimizer = around(keras.optimizers.Adam(0.5))
+    pair = [keras.Variable(np.full(1, value, np.float32)) for value in (1.0, 2.0)]
+    optimizer.build(pair)
+    for chosen in ([0, 1], [1, 0], [1]):
+        given = [keras.ops.convert_to_tensor(np.full(1, 8.0 * (k + 1), np.float32)) for k in chosen]
+        optimizer.apply_gradients([(grad, pair[k]) for grad, k in zip(given, chosen, strict=True)])
+    return [keras.ops.convert_to_numpy(one.value).tolist() for one in pair]
 
 
 def stepped(optimizer, dtype: str, grads: str, weight=None) -> float:

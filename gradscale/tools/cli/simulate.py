@@ -100,6 +100,9 @@ def _is_held(row: LogRow, before: LogRow) -> bool:
 def _largest(row: LogRow) -> float:
     """Return the largest magnitude in a step: inf or 0 if the log says no more than whether it overflowed."""
     skipped, magnitude, where = row.get("skipped", row.get("overflow")), row.get("magnitude"), f"in line {row['line']}"
+    if row.get("retries") and not skipped:
+        # A closure has overflowed above it.
+        return validation.LARGEST_FLOAT16 / validation.scale(f"'new_scale' {where}", row.get("new_scale"))
     if magnitude is None:
         name = f"'skipped' or 'overflow', without a 'magnitude', {where}"
         return math.inf if validation.boolean(name, skipped) else 0.0

@@ -30,8 +30,9 @@ _SCALES = (1.0, 65536.0, 2.0**-10, 3.0, 2.0**127, _SMALLEST)
 # Those with bad values at each place in turn: an adapter may treat powers of two, and the others, apart.
 _SWEPT = (65536.0, 3.0)
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (7,), (3, 5), (2, 0, 3), (1031,))
+_LARGE = 70_001  # elements; compilers and kernels take large arrays apart
 _BAD = (math.inf, -math.inf, math.nan)
-_WAYS = ("in place", "new arrays", "new arrays of float32", "into arrays of float32")
+_WAYS = ("in place", "in place with gaps", "new arrays", "new arrays of float32", "into arrays of float32")
 _FEW = 2 + len(_BAD)  # of the lists of arrays: the clean ones, and those that are all bad
 # They grow, back off, tolerate, stop at bounds and raise within these counts.
 _RULES = (
@@ -102,6 +103,8 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
             _expect(f"fingerprint of {full}", backend.read(backend.fingerprint(full)), pure)
             for values in sets if is_swept and "unscale" in overridden else sets[:_FEW]:
                 _check_unscaling(backend, "unscale", values, state)
+                if scale == 1.0:
+                    _check_unscaling(backend, "unscale", values, arithmetic.UnitState(*state))
             others = [("scale", state), *(("multiply_in_place", factor) for factor in factors)]
             for values in sets[:_FEW] if is_swept else ():
                 for member, by in others:
@@ -192,7 +195,7 @@ def _value_sets(xp: ModuleType, device: object, dtype: object) -> list[list[Arra
         size = math.prod(shape)
         places = sorted({0, size // 2, size - 1} & {*range(size)})
         sets += [[*sets[1][:index], array(shape, bad, place), *sets[1][index + 1 :]] for place in places]
-    return sets
+    return [*sets, [array((_LARGE,), math.nan, _LARGE - 1)]]
 
 
 def _check_member(backend: Backend, member: str, values: object, by: object) -> None:
@@ -207,6 +210,8 @@ def _check_unscaling(backend: Backend, member: str, values: list[Array], state: 
     for way in _WAYS:
         case = f"{member} by {state.scale!r}, {way}"
         given, theirs = _copies(values), _copies(values)
+        if way == "in place with gaps":
+            given = [xp.stack([x, x], axis=1)[:, 0, ...] if x.ndim else x for x in given]
         got, count, *sums = getattr(backend, member)(given, state, **_options(xp, given, way))
         expected, expected_count, *expected_sums = oracle(theirs, state, **_options(xp, theirs, way))
         highest = _host(backend, expected_count)
@@ -223,7 +228,7 @@ def _check_unscaling(backend: Backend, member: str, values: list[Array], state: 
             both_bad = xp.logical_not(xp.logical_or(xp.isfinite(one), xp.isfinite(wanted)))
             if not _all(backend, xp.logical_or(both_bad, is_near)):
                 _fail(f"{case}: the sum of {values!r} must be {wanted!r}, got {one!r}")
-        if way != "in place" and not _same(backend, given, values):
+        if "in place" not in way and not _same(backend, given, values):
             _fail(f"{case}: the given {values!r} was modified to {given!r}")
 
 
@@ -232,7 +237,7 @@ def _options(xp: ModuleType, given: list[Array], way: str) -> dict[str, object]:
     if way == "into arrays of float32":
         out = [xp.zeros(x.shape, dtype=x.dtype if _is_complex(x) else xp.float32, **on(device_of(x))) for x in given]
         return {"out": out}
-    return {"new arrays": {}, "new arrays of float32": {"dtype": xp.float32}, "in place": {"out": given}}[way]
+    return {"new arrays": {}, "new arrays of float32": {"dtype": xp.float32}}.get(way, {"out": given})
 
 
 def _copies(arrays: Sequence[Array]) -> list[Array]:

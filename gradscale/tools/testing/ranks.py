@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from array_api_compat import array_namespace, is_array_api_obj
@@ -13,8 +12,8 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array
-from gradscale.errors import CollectiveTimeoutError, GradscaleError, InvalidTypeError, InvalidValueError
-from gradscale.waiting import wait_and_tell
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.waiting import GroupWait
 
 _Result = TypeVar("_Result")
 
@@ -36,7 +35,7 @@ class _World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
         self.begun: dict[int, _Collective] = {}
         self.failed_rank: int | None = None
 
@@ -65,8 +64,8 @@ class ThreadCollectives:
         self.size = world.size
         self.calls = 0
         self._world = world
-        # Python can wait some 292 years, and no longer.
-        self._timeout = min(timeout, threading.TIMEOUT_MAX)
+        wait = GroupWait(world, library="threads", timeout=timeout, refusal="", rank=rank, size=world.size)
+        self._until, self.within = wait.until, wait.within
 
     def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin an element-wise MAX all-reduce of an array; the returned call finishes it.
@@ -79,38 +78,23 @@ class ThreadCollectives:
             raise InvalidTypeError(msg)
         world, position = self._world, self.calls
         self.calls += 1
-        with world.changed:
+        with world.lock:
             this = world.begun.setdefault(position, _Collective())
             # A copy, as a message is: what the rank does to its array later must not be seen.
             this.sent[self.rank] = array_namespace(x).asarray(x, copy=True)
             if len(this.sent) == self.size:
                 this.result = _maximum(world.begun.pop(position).sent)
-                world.changed.notify_all()
 
         def finish() -> Array:
-            is_over = lambda: this.result is not None or world.failed_rank is not None  # noqa: E731
-            with world.changed:
-                wait = functools.partial(world.changed.wait_for, is_over)
-                wait_and_tell(wait, self._timeout, self.rank, self.size, "the agreement on a step")
+            self._until(lambda: this.result is not None or world.failed_rank is not None)
             if isinstance(this.result, GradscaleError):
                 raise type(this.result)(*this.result.args)
             if this.result is not None:
                 return array_namespace(x).asarray(this.result, copy=True)
-            if world.failed_rank is not None:
-                msg = f"rank {self.rank} of {self.size} waits for rank {world.failed_rank}, which raised"
-                raise RankFailedError(msg)
-            raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
+            msg = f"rank {self.rank} of {self.size} waits for rank {world.failed_rank}, which raised"
+            raise RankFailedError(msg)
 
         return finish
-
-    @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """Let waits end after some seconds, if not before."""
-        timeout, self._timeout = self._timeout, min(self._timeout, seconds)
-        try:
-            yield
-        finally:
-            self._timeout = timeout
 
 
 def _maximum(arrays: dict[int, Array]) -> Array | GradscaleError:
@@ -169,10 +153,9 @@ def run_ranks(
             results[rank] = function(ThreadCollectives(world, rank, seconds))
         except BaseException as error:
             results[rank] = error
-            with world.changed:
+            with world.lock:
                 if not return_exceptions and world.failed_rank is None:
                     world.failed_rank = rank
-                    world.changed.notify_all()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
