@@ -106,7 +106,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         Every method of a disabled scaler passes through.
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
         The ranks to agree with. Default: the meshes of the optimizer's parameters if they are DTensors, else none: this
-        process decides alone, which is right if every rank holds all gradients (DDP).
+        process decides alone, which is right if every rank holds all gradients (DDP). It replaces the meshes: name
+        these, too, if there are DTensors.
     allow_fp16_grads : bool, default False
         Whether gradients may be float16, for which torch's scaler raises ValueError.
     timeout : float, default 1800.0
@@ -229,7 +230,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         optimizer : torch.optim.Optimizer
             Its gradients are overwritten. Sparse float16 ones are coalesced first, which replaces ``.grad``.
         max_norm : float, optional
-            Clip them to this global 2-norm in the same pass, as ``torch.nn.utils.clip_grad_norm_`` does afterwards.
+            Clip them to this global 2-norm in the same pass, as ``torch.nn.utils.clip_grad_norm_`` does afterwards:
+            that of DTensors over their mesh, whatever the group is.
 
         Returns
         -------
@@ -250,6 +252,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         CallOrderError
             As in :meth:`gradscale.GradScaler.unscale_`, and so is the warning.
         """
+        self._join()
         norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm)
         return norm
 
@@ -283,6 +286,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         if not self._enabled:
             record_disabled(self, optimizer)
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        self._join()
         # One that a subclass or a framework has put in its place is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
         with call_of(self, "step()"):
@@ -332,10 +336,6 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "gradscale" in state:
             super().__setstate__(state["gradscale"])
-            if self._rejoins and iteration_of(self).agreement.is_unjoined:
-                groups = self._default_groups()
-                if groups or default_group() is not None:
-                    agree_over(self, groups)
             return
         self.__dict__.update(type(self)(state["_device"], enabled=state["_enabled"]).__dict__)
         if state["_enabled"]:
@@ -418,6 +418,14 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def _default_groups(self) -> Sequence[Collectives]:
         return ()
 
+    def _join(self) -> None:
+        """Agree over the default groups once they are there, which may be later than the scaler."""
+        agreement = iteration_of(self).agreement
+        if self._rejoins and (agreement.is_unjoined or agreement.is_alone):
+            groups = self._default_groups()
+            if groups or (agreement.is_unjoined and default_group() is not None):
+                agree_over(self, groups)
+
 
 class StepGuard(GradScaler, gradscale.StepGuard):
     """Skip bad steps, on all ranks together, and scale nothing: for bfloat16 and float32, in place of a scaler.
@@ -425,8 +433,8 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     Parameters
     ----------
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
-        The ranks that skip together. Default: all ranks if torch.distributed is initialized and there are several, with
-        DDP, too, since each rank has a loss of its own.
+        The ranks that skip together. Default: all ranks once torch.distributed is initialized and there are several,
+        with DDP, too, since each rank has a loss of its own.
     timeout, enabled, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
         As in :class:`gradscale.StepGuard`. InvalidTypeError for settings of a scale, and for ``device``.
 
@@ -459,6 +467,7 @@ class StepGuard(GradScaler, gradscale.StepGuard):
         super().__init__(None, group=group, allow_fp16_grads=True, timeout=timeout, policy=policy, **options)
 
     __repr__ = gradscale.StepGuard.__repr__
+    update = hosts.untraced(gradscale.StepGuard.update)
 
     def _default_groups(self) -> Sequence[Collectives]:
         world = default_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -129,7 +130,7 @@ class TorchBackend(Backend):
             raise InvalidTypeError(msg)
         if out is None and any(grad.layout != torch.strided for grad in grads):
             # The standard's functions take dense ones alone.
-            out = [grad.detach().to(dtype or grad.dtype, copy=True) for grad in grads]
+            grads = out = [grad.detach().to(dtype or grad.dtype, copy=True) for grad in grads]
         if out is None or torch.compiler.is_compiling():
             return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
         with torch.no_grad():
@@ -205,7 +206,7 @@ class ScalerBackend(TorchBackend):
         scale, tracker = state[:2]
         if not scale.is_cpu and is_capturing(scale.device):
             self.is_replayed = True
-        if held is not None or type(policy) is not DynamicScale or not _is_kernels_rule(policy):
+        if held is not None or type(policy) is not DynamicScale or not is_torchs(policy, "min_scale"):
             return self.put(state, super().adapt(policy, state, nonfinite, held))
         if not scale.is_cpu or tracker.item() >= policy.growth_interval:
             # The kernel grows at the interval alone.
@@ -280,15 +281,11 @@ class ScalerBackend(TorchBackend):
         return self.__dict__ | {"is_replayed": False}
 
 
-def _is_kernels_rule(policy: DynamicScale) -> bool:
-    """Tell whether torch's kernel and a lower bound are the whole of a policy's rule."""
-    return (
-        policy.growth_after == "interval"
-        and policy.hysteresis == 1
-        and policy.tolerance is None
-        and policy.max_scale is None
-        and policy.at_min == "clamp"
-    )
+@functools.lru_cache(maxsize=64)
+def is_torchs(policy: DynamicScale, *others: str) -> bool:
+    """Tell whether torch's four factors, and some settings more, are all that a policy has."""
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", *others)
+    return policy == DynamicScale(**{name: getattr(policy, name) for name in names})
 
 
 def _mapped(outputs: object, multiply: _Multiply) -> object:

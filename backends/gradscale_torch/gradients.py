@@ -127,12 +127,14 @@ class TensorGradients:
                 # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
                 flagged = norm is not None and not may_be_below_one and not self._parameters.meshes
                 unscale_in_place(tensors, factor, flags, again=may_be_below_one, flagged=flagged)
-            flag_sums(self._uncoalesced, flags)
+            if self._uncoalesced:
+                flag_sums(self._uncoalesced, flags)
             count = count_nonfinite(flags, tensors)
         # A fused optimizer must not divide again what is unscaled.
         found = combined(flags, scale.device) if count is None else count
         return Found(found, norm, len(tensors) > 0, request.are_scaled and not request.divides, flags, number)
 
+    @torch.no_grad()
     def clip(self, one: object) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""
         max_norm = self._request.max_norm

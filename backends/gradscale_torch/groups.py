@@ -95,7 +95,7 @@ class TorchCollectives:
 
     def start_max(self, x: Array, /) -> Reduction:
         """Begin a MAX all-reduce of 1-d int32, where :func:`travels_on` says; calling the result finishes it."""
-        group = self._usable()
+        group = self.resolve()
         require_message(x)
         sent = x if isinstance(x, Tensor) else _as_tensor(x)
         where = travels_on(self._carriers, sent.device, group.group)
@@ -108,7 +108,7 @@ class TorchCollectives:
     @property
     def within(self) -> Callable[[float], contextlib.AbstractContextManager[None]]:
         """Ends waits after some seconds; an object that only looks like a group has none, and waits for ever."""
-        group = self._usable()
+        group = self.resolve()
         if self._is_lookalike:
             msg = "what only looks like a process group waits for ever"
             raise AttributeError(msg)
@@ -116,7 +116,7 @@ class TorchCollectives:
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a 0-d float64 tensor over the ranks, on its device; every rank calls it."""
-        group = self._usable()
+        group = self.resolve()
         buffer = x.detach().to(travels_on(self._carriers, x.device, group.group), copy=True).reshape(1)
         work = self.reduce(group, buffer, "SUM")
         total: Tensor = Reduction(self, group, work, buffer, x)()
@@ -151,15 +151,14 @@ class TorchCollectives:
 
     def example(self) -> Tensor:
         """Return a 0-d float32 tensor on a device of the group, for a rank that never has an array."""
-        group = self._usable().group
+        group = self.resolve().group
         return torch.zeros((), dtype=torch.float32, device=example_device(self._carriers, group, self._asked))
 
-    def resolve(self) -> None:
-        """Look the default group up, before which rank and size are not known."""
-        self._usable()
+    def resolve(self) -> GroupWait:
+        """Return the group, looked up at first use and, for the default group, when another world has begun.
 
-    def _usable(self) -> GroupWait:
-        """Return the group, looked up at first use and, for the default group, when another world has begun."""
+        Before, rank and size of the default group are not known.
+        """
         group = self._group
         if group is None or (self._asked is None and dist.group.WORLD is not group.group):
             group = self._resolve()

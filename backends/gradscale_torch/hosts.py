@@ -20,6 +20,7 @@ from gradscale.errors import InvalidValueError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 from gradscale.scaler.scaler import iteration_of
 from gradscale.scaler.verdict import Pending
+from gradscale_torch.backend import is_torchs
 from gradscale_torch.devices import Flags, combined, moved
 from gradscale_torch.stepping import flag_of
 
@@ -53,7 +54,7 @@ def untraced(method: Callable[_Arguments, _Returned], *, recursive: bool = True)
 
 def as_torchs_state_dict(saved: dict[str, object], policy: Policy) -> dict[str, object]:
     """Return a state dict with torch's five keys alone if they say everything of the policy."""
-    is_all = saved and _is_torchs(policy) and "spikes" not in saved
+    is_all = saved and type(policy) is gradscale.DynamicScale and is_torchs(policy) and "spikes" not in saved
     return {key: saved[key] for key in _TORCHS_KEYS} if is_all else saved
 
 
@@ -79,14 +80,6 @@ def state_dict_of_pickle(kept: dict[str, object]) -> dict[str, object]:
     """Return the state dict of one of torch's scalers from the attributes that it pickles."""
     factors = {name: kept[f"_{name}"] for name in _FACTORS}
     return {"scale": kept["_init_scale"], **factors, "_growth_tracker": kept["_init_growth_tracker"]}
-
-
-def _is_torchs(policy: Policy) -> bool:
-    """Tell whether torch's four factors describe a policy."""
-    if not isinstance(policy, gradscale.DynamicScale):
-        return False
-    factors = {name: getattr(policy, name) for name in ("init_scale", *_FACTORS)}
-    return policy == gradscale.DynamicScale(**factors)
 
 
 class Shown:

@@ -61,7 +61,8 @@ class MixedPrecision(TrainersMixedPrecision):
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Clip gradients by their unscaled values; those that are scaled, as in manual optimization, stay scaled."""
         stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        scaler = self.scaler if clip_val > 0 else None
+        has_gradients = any(parameter.grad is not None for parameter in self.main_params(stepped))
+        scaler = self.scaler if clip_val > 0 and has_gradients else None
         if scaler is None or not scaler.is_enabled() or iteration_of(scaler).turn_of(stepped).stage is not Stage.READY:
             super().clip_gradients(optimizer, clip_val, *args, **kwargs)
             return

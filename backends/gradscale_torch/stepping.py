@@ -90,7 +90,12 @@ def _fused_step(step: Step) -> Iterator[None]:
         scale = moved(state.scale.clone() if scale is None else state.scale * scale, home)
     # Copies, which the optimizer may change.
     with _fused_attributes(optimizer, scale, moved(flag, home).clone()):
-        yield
+        try:
+            yield
+        except BaseException:
+            # The kernel may have overwritten some gradients by unscaled ones.
+            turn.pending = None if found.is_scaled else pending
+            raise
     for parameter in fresh:
         # torch's fused SGD leaves momentum uninitialized if its first step is skipped, and takes it for filled later.
         momentum = _momentum(optimizer, parameter)

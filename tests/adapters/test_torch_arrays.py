@@ -252,6 +252,16 @@ def test_float8_goes_through_the_pure_form():
     assert summaries(x, torch.ones(2)) == [Summary(4, 0, 1, 1, 1, 1.0), Summary(2, 0, 0, 0, 0, 1.0)]
 
 
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+def test_sparse_gradients_are_unscaled_into_another_dtype(layout: str):
+    given = getattr(torch.diag(torch.tensor([4.0, math.inf], dtype=torch.float16)), layout)()
+    state = gradscale.DynamicScale(init_scale=4.0).init(torch.zeros(()))
+    (found,), count = gradscale.unscale([given], state, dtype=torch.float32)
+    assert (found.dtype, found.to_dense().tolist(), int(count)) == (torch.float32, [[1.0, 0.0], [0.0, math.inf]], 1)
+    assert given.to_dense().tolist() == [[4.0, 0.0], [0.0, math.inf]]
+
+
 def test_the_values_of_sparse_meta_and_graph_tensors():
     indices = torch.tensor([[0, 0, 2]])
     for dtype in (torch.float32, torch.float16):

@@ -202,6 +202,18 @@ def by_hand_with(loop: Callable[[Any, Any, int], None], scale: float, count: int
     return module, trainer
 
 
+def test_clipping_by_hand_before_there_are_gradients_is_what_it_is_without_the_plugin():
+    def loop(module, batch, _: int):
+        for model, optimizer in zip(module.networks, module.optimizers(), strict=True):
+            module.clip_gradients(optimizer, 0.1, "norm")
+            module.manual_backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module, _ = by_hand_with(loop, 1024.0, 2)
+    assert all(one.isfinite().all() for one in module.parameters())
+
+
 @pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
 @pytest.mark.parametrize("loop", [clip_both_before_a_step, accumulate_what_is_clipped])
 def test_the_scale_changes_nothing_of_what_is_clipped_by_hand(loop: Callable[[Any, Any, int], None]):

@@ -508,6 +508,37 @@ def test_after_gradients_that_were_unscaled_in_part_no_step_is_made():
     scaler.load_state_dict(scaler.state_dict())
 
 
+@pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
+def test_a_step_that_fails_behind_the_optimizer_is_made_again_unless_a_kernel_has_divided(name: str):
+    run = Small(GradScaler("cpu", init_scale=4.0), name)
+    fails = iter([True, False])
+
+    def hook(*_):
+        if next(fails):
+            raise KeyboardInterrupt
+
+    run.optimizer.register_step_post_hook(hook)
+    run.give(1.0)
+    with pytest.raises(KeyboardInterrupt):
+        run.scaler.step(run.optimizer)
+    if name == "SGD-fused":
+        with pytest.raises(CallOrderError, match="could not be unscaled completely"):
+            run.scaler.step(run.optimizer)
+        assert run.held == [[-1.0, -1.0]]
+    else:
+        run.scaler.step(run.optimizer)
+        assert run.held == [[-2.0, -2.0]]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_norm_of_gradients_that_keep_a_graph_keeps_none(enabled: bool):
+    run = Small(GradScaler("cpu", init_scale=1.0, enabled=enabled))
+    run.scaler.scale(torch.ones(()))
+    run.put(torch.full((2,), 3.0, requires_grad=True) * 1.0)
+    norm = run.scaler.unscale_(run.optimizer, max_norm=1.0)
+    assert not norm.requires_grad
+
+
 @explicit
 def test_ctrl_c_in_a_look_at_gradients_changes_nothing(explicit: bool, monkeypatch: pytest.MonkeyPatch):
     def interrupt(*_):

@@ -277,8 +277,11 @@ def what_is_no_group(group):
 
 def worlds_end(group, folder: str):
     """Destroy the world, go on without one, and begin another."""
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+
+    import gradscale_torch
 
     rank, size = group.rank(), group.size()
     mesh = init_device_mesh("cpu", (size, 1))
@@ -298,7 +301,13 @@ def worlds_end(group, folder: str):
     for call in (lambda: default.start_max(vector(rank)), default.example):
         raised(gradscale.CallOrderError, call, *said)
     old_ones_are_refused()
+    weight = torch.ones(1, requires_grad=True)
+    guard, optimizer = gradscale_torch.StepGuard(), torch.optim.SGD([weight])
     dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=size)
+    # Made before there were other ranks, it skips with them.
+    weight.grad = torch.full((1,), torch.nan if rank == 0 else 1.0)
+    guard.step(optimizer)
+    assert guard.last_step(optimizer).skipped
     assert default.start_max(vector(rank))().tolist() == [size - 1]
     old_ones_are_refused()
     assert iterate(scaler, SGD(None), gradients("numpy", np.inf if rank == 0 else 1.0)).skipped
