@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import operator
@@ -163,8 +164,9 @@ class Gradients:
         if max_norm is not None:
             unscaled, nonfinite, norm = self._clip(backend, unscaled, nonfinite, squares, max_norm)
         count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
-        replaced = () if unscaled is chosen else zip(chosen, unscaled, strict=True)
-        self._assign({id(old): new for old, new in replaced})
+        if dtype is not None or max_norm is not None or not isinstance(state, UnitState):
+            replaced = () if unscaled is chosen else zip(chosen, unscaled, strict=True)
+            self._assign({id(old): new for old, new in replaced})
         return Found(count, norm, len(chosen) > 0, scale=scale)
 
     def clip(self, one: Callable[[Array], tuple[Home, ScaleState]]) -> Array | None:
@@ -207,7 +209,8 @@ def norm_bits(backend: Backend, norm: Array) -> Array:
 def _parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, Any], list[Any]]]:
     found = []
     groups = optimizer.param_groups
-    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
+    # An iterator would be empty for the optimizer after the scaler has walked it.
+    if isinstance(groups, (str, bytes, Iterator)) or not isinstance(groups, Iterable):
         msg = f"param_groups of {type(optimizer).__name__} must be a list of dicts with 'params', got {shown(groups)}"
         raise InvalidTypeError(msg)
     for index, group in enumerate(groups):
@@ -220,7 +223,7 @@ def _parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, 
             raise InvalidTypeError(msg) from None
         if hasattr(listed, "grad"):
             listed = [listed]
-        if isinstance(listed, (str, bytes)) or not isinstance(listed, Iterable):
+        if isinstance(listed, (str, bytes, Iterator)) or not isinstance(listed, Iterable):
             of = f"param_groups[{index}]['params'] of {type(optimizer).__name__}"
             msg = f"{of} must be a list of parameters with .grad, got {shown(listed)}"
             raise InvalidTypeError(msg)
@@ -244,19 +247,26 @@ def _from_param_groups(optimizer: OptimizerWithGroups) -> tuple[list[Array], _As
     gradients = _gradients_of(optimizer, parameters)
 
     def assign(replacements: dict[int, Array]) -> None:
-        made = {kind for kind in set(map(type, parameters)) if _is_made(kind, "grad")}
-        for parameter, old in zip(parameters, gradients, strict=True) if replacements or made else ():
+        for parameter, old in zip(parameters, gradients, strict=True):
             new = replacements.get(id(old), old)
-            if new is not old or (old is not None and type(parameter) in made):
-                parameter.grad = new
+            # Another object than before is a copy that was made when it was read.
+            if old is not None and (new is not old or parameter.grad is not old):
+                with _assigning(f"grad of {type(parameter).__name__}"):
+                    parameter.grad = new
 
     return [gradient for gradient in gradients if gradient is not None], assign
 
 
-def _is_made(kind: type, name: str) -> bool:
-    """Tell whether the value of an attribute may be a copy that is made when it is read, and set by a method."""
-    found = getattr(kind, name, None)
-    return isinstance(found, property) and found.fset is not None
+@contextlib.contextmanager
+def _assigning(what: str) -> Iterator[None]:
+    try:
+        yield
+    except AttributeError as error:
+        msg = (
+            f"{what} must be assignable, to take new arrays (those of a master_dtype, or in place of arrays that "
+            f"cannot be written or are made when they are read), got {error}: give it a setter"
+        )
+        raise InvalidTypeError(msg) from error
 
 
 def no_optimizer(got: object, members: str) -> InvalidTypeError:
@@ -281,7 +291,6 @@ def _require_tree(optimizer: OptimizerWithGrads) -> object:
         members = "param_groups (a list of dicts whose 'params' have .grad) or grads (arrays in nested containers)"
         raise no_optimizer(optimizer, members)
     gradients = optimizer.grads
-    # An iterator would be empty for the optimizer after the scaler has walked it.
     if (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)) and not is_array_api_obj(gradients):
         msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {shown(gradients)}"
         raise InvalidTypeError(msg)
@@ -289,20 +298,17 @@ def _require_tree(optimizer: OptimizerWithGrads) -> object:
 
 
 def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], _Assign]:
-    leaves, rebuild = tree.flatten(_require_tree(optimizer))
+    read = _require_tree(optimizer)
+    leaves, rebuild = tree.flatten(read)
 
     def assign(replacements: dict[int, Array]) -> None:
-        is_new = any(replacements.get(id(leaf), leaf) is not leaf for leaf in leaves) if replacements else False
-        if is_new or _is_made(type(optimizer), "grads"):
-            unscaled = rebuild(replacements.get(id(leaf), leaf) for leaf in leaves)
-            try:
-                optimizer.grads = unscaled
-            except AttributeError as error:
-                msg = (
-                    f"grads of {type(optimizer).__name__} must be assignable, to take new arrays (those of a "
-                    f"master_dtype, or in place of arrays that cannot be written), got {error}: give it a setter"
-                )
-                raise InvalidTypeError(msg) from error
+        new = [replacements.get(id(leaf), leaf) for leaf in leaves]
+        # A container that is made when it is read may hold the same arrays; others are copies.
+        now = read if optimizer.grads is read else optimizer.grads
+        held = leaves if now is read else tree.flatten(now)[0]
+        if len(held) != len(new) or not all(map(operator.is_, held, new)):
+            with _assigning(f"grads of {type(optimizer).__name__}"):
+                optimizer.grads = rebuild(new)
 
     return leaves, assign
 

@@ -153,7 +153,8 @@ class DynamicScale(BoundedScale):
     """Back the scale off on an overflow, and let it grow after a run of clean steps.
 
     The defaults are torch.amp's rule. The scale is never inf, NaN or 0: growth that float32 cannot hold is not made,
-    and backoff stops at ``min_scale``. It stays a power of two when its factors and bounds are.
+    and backoff stops at ``min_scale``. It stays a power of two when its factors and bounds are; with others
+    JAX without ``jax_enable_x64`` rounds in another way than NumPy, so that ranks of both cannot agree.
 
     Parameters
     ----------

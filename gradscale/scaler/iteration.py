@@ -188,6 +188,7 @@ class Iteration:
                 self.read_verdicts()
         following = Iteration(number, self.parts, steps)
         self.live.is_unused = self.live.is_unused or not self.is_at_boundary
+        self.live.is_given_up |= not self.is_at_boundary and not self.live.is_one(state or self.live.state)
         if state is not None and self.is_at_boundary:
             # The load may write to the arrays of the state.
             following.state = copied(state)
@@ -237,7 +238,7 @@ class Iteration:
                 # The losses before were those of an iteration that a load has given up.
                 self.losses = Losses()
             self.state = state
-        self.live.is_fresh = self.live.is_unused = False
+        self.live.is_fresh = self.live.is_unused = self.live.is_given_up = False
         self.scaled = True
         for turn in self.turns:
             turn.is_overtaken |= turn.has_failed
@@ -277,13 +278,13 @@ class Iteration:
             self.check_late_verdicts()
         return turn
 
-    def begin_step(self, optimizer: Optimizer) -> Turn:
+    def begin_step(self, optimizer: Optimizer, *, by_closure: bool) -> Turn:
         """Return an optimizer's turn; CallOrderError if it was stepped already, InvalidTypeError if it cannot be."""
         require_step(optimizer)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order(f"step() has already been called {_SINCE}")
-        if turn.is_overtaken and turn.stage is Stage.UNSCALED:
+        if turn.is_overtaken and turn.stage is Stage.UNSCALED and not by_closure:
             self.wrong_order(
                 "step() of this optimizer has failed, and a loss was scaled since, whose gradients nothing would "
                 "divide: end the iteration with update(get_scale()), or load a state dict, and make new gradients"
@@ -354,8 +355,11 @@ class Iteration:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
             turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, not_scaled)
-        except GradscaleError as error:
-            agreement.failure = error
+        except Exception as error:
+            if isinstance(error, GradscaleError):
+                agreement.failure = error
+            else:
+                self._tell_of_failure(optimizer)
             raise
         if groups and not_scaled is not None and self.verdict(turn).reason is Reason.NOT_SCALED:
             # As in a pipeline, another rank may have the loss.
@@ -378,7 +382,8 @@ class Iteration:
         if turn.refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
             return None
         # Nothing has to be divided.
-        if live.never_scales or (live.scale() == 1.0 and (groups or live.is_known)):
+        is_one = self._closure_state is None and live.scale() == 1.0 and (len(groups) > 0 or live.is_known)
+        if not live.is_given_up and (live.never_scales or is_one):
             return None
         if not live.is_known:
             return Presence.SOME
@@ -608,7 +613,7 @@ class Iteration:
         groups = self.agreement.usable_groups() or self.live.hooks.groups_of(optimizer)
         for collectives in groups:
             # The default group is looked up when it is first needed.
-            resolve: Callable[[], None] | None = getattr(collectives, "resolve", None)
+            resolve: Callable[[], object] | None = getattr(collectives, "resolve", None)
             if resolve is not None:
                 resolve()
         return groups

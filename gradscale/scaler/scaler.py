@@ -28,7 +28,7 @@ from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, Tally, callbacks_of, step_report, tell
-from gradscale.scaler.state import LiveState
+from gradscale.scaler.state import LiveState, checked_scale
 from gradscale.scaler.stepper import Step
 
 _Outputs = TypeVar("_Outputs")
@@ -790,9 +790,9 @@ class ShardedGradScaler(GradScaler):
         has failed: it is then abandoned. If the scaler leaves another group, gradients are to be made anew.
         """
         self._iteration.require_boundary("set_group()")
-        self._has_group = True
         if self._enabled:
             agree_over(self, registry.all_collectives_for(group, self._timeout))
+        self._has_group = True
 
 
 class StepGuard(ShardedGradScaler):
@@ -844,6 +844,13 @@ class StepGuard(ShardedGradScaler):
     def __repr__(self) -> str:
         guard = self._parts.guard
         return f"{type(self).__name__}(skip={None if guard is None else guard.rule!r}, enabled={self._enabled})"
+
+    def update(self, new_scale: float | Array | None = None) -> None:
+        """End an iteration, as :meth:`GradScaler.update`; InvalidValueError for another scale than 1."""
+        if self._enabled and new_scale is not None and checked_scale(new_scale, _ONE) != 1.0:
+            msg = f"new_scale must be 1 for a guard, which multiplies nothing, got {shown(new_scale)}: call update()"
+            raise InvalidValueError(msg)
+        super().update(new_scale)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over the iteration, the counts and the windows of any scaler's state dict; nothing is scaled as before.

@@ -51,6 +51,8 @@ class LiveState:
         # Fresh: nothing was scaled by the state, and no update adapted it, since it was made or loaded. Unused: no
         # gradients can be scaled, since nothing ever was, or since an iteration was given up.
         self.is_fresh = self.is_unused = True
+        # Whether gradients of an iteration that was given up may still be scaled.
+        self.is_given_up = False
         # A scale that the host knows, and the number of updates before it; 0 if it knows none. And the smallest factor
         # of an update since then, by any rule that was in force.
         self._seen = 0.0, 0

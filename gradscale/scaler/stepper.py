@@ -56,7 +56,7 @@ class Step:
     def __enter__(self) -> Step:
         iteration, optimizer = self.iteration, self.optimizer
         own = iteration.live.hooks.stepping(self)
-        turn = self.turn = iteration.begin_step(optimizer)
+        turn = self.turn = iteration.begin_step(optimizer, by_closure=self.closure is not None)
         # Unless it comes to its end.
         turn.has_failed = self.closure is None
         if self.closure is not None:
@@ -98,6 +98,8 @@ class Step:
                     f"unscaled nor judged: step it without a closure"
                 )
                 raise CallOrderError(msg)
+        # Set before for a step without a closure, whose evaluations would be taken for another loss.
+        self.turn.has_failed = not is_over and not (self.verdict and self.verdict.reason)
         if is_over:
             if self.returned is not None and _has_declined(self.returned):
                 self.verdict = self.iteration.decline(self.turn, self.verdict)

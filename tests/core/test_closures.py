@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from libraries import Library
 from optimizers import Evaluating, Tree
@@ -44,6 +45,47 @@ def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed
             scaler.step(optimizer, *args, **kwargs)
     arrays.assert_array(optimizer.grads[0], [8.0])
     assert scaler.step(Rated([arrays.asarray([8.0])]), 0.5) == 0.5
+
+
+@pytest.mark.numpy
+def test_after_a_step_with_a_closure_has_failed_none_is_made_without_one():
+    class Failing(Evaluating):
+        def step(self, closure=None) -> str:
+            if closure is not None:
+                super().step(closure)
+                raise MemoryError
+            return "stepped"
+
+    scaler, optimizer = GradScaler(init_scale=4.0), Failing()
+
+    def closure():
+        optimizer.grads = [scaler.scale(np.ones(1, np.float32))]
+
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer, closure)
+    closure()
+    with pytest.raises(
+        gradscale.CallOrderError, match=r"has failed, and a loss was scaled since.*update\(get_scale\(\)\)"
+    ):
+        scaler.step(optimizer)
+    assert optimizer.grads[0].tolist() == [4.0]
+    scaler.update(scaler.get_scale())
+    closure()
+    assert (scaler.step(optimizer), optimizer.grads[0].tolist()) == ("stepped", [1.0])
+
+
+@pytest.mark.numpy
+def test_what_a_closure_does_not_scale_at_a_scale_of_1_is_divided_by_no_lower_one():
+    scaler, optimizer, values = GradScaler(init_scale=1.0), Evaluating(), iter((math.inf, 1.0))
+    scaler.scale(np.ones(()))
+
+    def closure():
+        optimizer.grads = [np.full(1, next(values), np.float32)]
+
+    said = pytest.raises(gradscale.CallOrderError, match=r"the closure of step\(\) has not called scale\(\)")
+    with pytest.warns(UserWarning, match=r"scale\(\) was not called"), said:
+        scaler.step(optimizer, closure)
+    assert optimizer.grads[0].tolist() == [1.0]
 
 
 def test_a_closure_that_never_scales_and_one_that_is_not_called_are_errors(arrays: Library):

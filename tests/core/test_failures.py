@@ -226,7 +226,9 @@ def test_a_scaler_has_its_number_again_in_a_group_that_it_joins_once_more():
 
 # In place of "set_group" and "load": whether one rank alone has begun when its group is lost, and all take another.
 @pytest.mark.parametrize(
-    "ways", [["set_group"], ["load"], ["copy"], ["lost", "set_group"], ["lost", "set_group", "load"]]
+    "ways",
+    [["set_group"], ["load"], ["load at scale 1"], ["copy"], ["lost", "set_group"], ["lost", "set_group", "load"]],
+    ids=" ".join,
 )
 def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: list[str]):
     def rank(group) -> list[Any]:
@@ -242,8 +244,8 @@ def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: l
         for way in ways[-2:]:
             if way == "set_group":
                 scaler.set_group(group)
-            elif way == "load":
-                scaler.load_state_dict(saved)
+            elif way.startswith("load"):
+                scaler.load_state_dict(saved | ({} if way == "load" else {"scale": 1.0}))
             elif way == "copy":
                 scaler = copy.deepcopy(scaler)
         with pytest.raises(gradscale.CallOrderError, match=r"scale\(\) has never been called on any rank since"):
@@ -252,7 +254,7 @@ def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: l
         scaler.step(optimizer)
         return [one.tolist() for one in optimizer.seen[0]]
 
-    assert run_ranks(2, rank) == [[[1.0] * 3]] * 2
+    assert run_ranks(2, rank) == [[[65536.0 if "load at scale 1" in ways else 1.0] * 3]] * 2
 
 
 def test_a_state_can_be_loaded_before_another_group_where_one_rank_alone_was_left():
@@ -301,6 +303,24 @@ def test_a_failed_step_can_be_made_again_but_not_with_the_gradients_of_another_l
             optimizer.grads = begin(scaler).grads
         scaler.step(optimizer)
         assert [one.tolist() for one in optimizer.seen[0]] == [[1.0] * 3]
+
+
+def test_a_rule_for_spikes_that_fails_on_one_rank_is_told_to_the_others():
+    def rank(group):
+        guard, optimizer = gradscale.StepGuard(group=group, skip=gradscale.SkipSpikes(window=2), timeout=30.0), Tree()
+
+        def train():
+            for loss in (3e38 if group.rank == 0 else 1.0, 1.0, 2.0):
+                guard.scale(np.float32(loss))
+                optimizer.grads = [np.ones(1, np.float32)]
+                guard.step(optimizer)
+                guard.update()
+
+        with np.errstate(over="raise"), pytest.raises((gradscale.GradscaleError, FloatingPointError)) as caught:
+            train()
+        return type(caught.value)
+
+    assert run_ranks(2, rank) == [FloatingPointError, gradscale.ScaleDesyncError]
 
 
 @pytest.mark.parametrize("broken", ["text", np.full(3, 3e38, np.float32)], ids=["text", "error of NumPy"])

@@ -9,6 +9,7 @@ import pytest
 from libraries import Library
 from optimizers import Grouped, Parameter, Tree, scaled
 
+import gradscale
 from gradscale import GradScaler, InvalidTypeError
 
 
@@ -39,6 +40,38 @@ def test_gradients_that_properties_convert_are_given_back(arrays: Library):
         scaler.scale(arrays.asarray(1.0))
         assert scaler.step(optimizer) == "stepped"
         assert (one.stored, empty.stored) == (2.0, None)
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("kind", ["grads", "grad"])
+def test_copies_that_are_made_when_gradients_are_read_and_cannot_be_given_back_are_an_error(kind: str):
+    class Copying:
+        stored = np.full(2, 8.0, np.float32)
+        grads = property(lambda self: [self.stored.copy()])
+        grad = property(lambda self: self.stored.copy())
+
+        def step(self):
+            return self.stored.tolist()
+
+    given = Grouped([])
+    given.param_groups = [{"params": [Copying()]}]
+    optimizer, scaler = Copying() if kind == "grads" else given, GradScaler(init_scale=4.0)
+    scaler.scale(np.ones(1, np.float32))
+    with pytest.raises(InvalidTypeError, match=rf"{kind} of Copying must be assignable.*made when they are read"):
+        scaler.step(optimizer)
+    # A guard has nothing to give back.
+    assert gradscale.StepGuard().step(Copying()) == [8.0, 8.0]
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("is_outer", [False, True], ids=["params", "param_groups"])
+def test_an_iterator_that_the_optimizer_would_find_empty_is_refused(is_outer: bool):
+    scaler, optimizer = GradScaler(), Grouped([np.ones(1, np.float32)])
+    (group,) = optimizer.param_groups
+    optimizer.param_groups = iter([group]) if is_outer else [{"params": iter(group["params"])}]
+    scaler.scale(np.ones(1, np.float32))
+    with pytest.raises(InvalidTypeError, match=r"must be a list .*got <list_iterator"):
+        scaler.step(optimizer)
 
 
 class Unreadable:

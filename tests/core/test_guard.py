@@ -72,6 +72,23 @@ def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(
     assert guard.get_scale() == 1.0
 
 
+def test_a_guard_keeps_its_scale_of_1():
+    guard = StepGuard()
+    iterate(guard, Tree(), 1.0)
+    for same in (1, 1.0, np.float32(1.0)):
+        guard.update(same)
+    with pytest.raises(gradscale.InvalidValueError, match=r"new_scale must be 1 for a guard, .*got 4\.0"):
+        guard.update(4.0)
+    StepGuard(enabled=False).update(4.0)
+
+
+def test_a_group_that_cannot_be_joined_leaves_a_guard_that_decides_alone():
+    guard, optimizer = StepGuard(), Tree([np.full(1, 4.0, np.float32)])
+    with pytest.raises(gradscale.InvalidTypeError):
+        guard.set_group("world")
+    assert guard.unscale_(optimizer, max_norm=1.0) == 4.0
+
+
 # Words.
 
 

@@ -175,6 +175,8 @@ class Model:
         self.iteration, self.steps, self.counts = 1, 0, dict.fromkeys(("taken", "overflow", "spike", "refused"), 0)
         # Whether another rank may have scaled; whether nothing ever was, or since a load or by this state.
         self.has_group, self.is_new, self.is_unused, self.is_fresh = has_group, True, True, True
+        # Whether gradients of an iteration that a load has given up may still be scaled.
+        self.is_given_up = False
         # By optimizer the gradient on each rank, None for none.
         self.gradients: list[list[float | None]] = [[0.0] * size for _ in range(OPTIMIZERS)]
         self.configure(settings)
@@ -226,6 +228,7 @@ class Model:
             self.losses = Losses() if self.is_fresh and self.used is not None else self.losses
             self.used = self.state
         self.is_new, self.is_unused, self.is_fresh, self.has_array = False, False, False, True
+        self.is_given_up = False
         if losses is not None:
             self.losses = Losses([*([] if self.losses.is_used else self.losses.each), losses])
 
@@ -235,7 +238,8 @@ class Model:
         turn.is_idle = turn.is_zero = False
         if self.used is not None or not self.is_fresh or turn.refused:
             return True
-        if self.never_scales or (self.scale == 1.0 and (self.has_group or not self.is_new)):
+        is_one = self.never_scales or (self.scale == 1.0 and (self.has_group or not self.is_new))
+        if is_one and not self.is_given_up:
             return True
         turn.is_zero = not any(held) and not self.is_new
         turn.is_idle = turn.is_zero and bool(held)
@@ -442,6 +446,8 @@ class Model:
 
     def load(self, saved: Mapping[str, Any], spikes: Sequence[Any], is_kept: bool):
         """Go on with a state dict, and the windows of each rank; gradients that nobody has unscaled may be kept."""
+        was_one = isinstance(self.policy, StaticScale) and float((self.used or self.state).scale) == 1.0
+        self.is_given_up = self.is_given_up or (self.is_begun and not was_one)
         described = {**saved.get("policy", {"kind": type(self.policy).__name__, **dataclasses.asdict(self.policy)})}
         self.policy = KINDS[described.pop("kind")](**described)
         if not isinstance(self.policy, StaticScale):
