@@ -31,8 +31,7 @@ from pool import Ranks
 from gradscale.testing import run_ranks
 
 HERE = Path(__file__).parent
-MPI_RUNNER = HERE / "mpi_runner.py"
-MLX_RUNNER = HERE / "mlx_runner.py"
+RUNNER = HERE / "launched_runner.py"
 
 Scenario = TypeVar("Scenario", bound=Callable[..., Any])
 
@@ -133,10 +132,6 @@ class World:
                     print(f"rank {rank} of {len(results)} raised:\n{result.traceback}")
         return by_case
 
-    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
-        """Return for each rank the results of the cases."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
 class ThreadWorld(World):
@@ -151,16 +146,12 @@ class ThreadWorld(World):
         for case in cases:
             # So that threads obey the timeout that a scenario is given in a dict of settings.
             given = [float(one["timeout"]) for one in case if isinstance(one, dict) and "timeout" in one]
-            call = functools.partial(_called, scenario, case)
+            call = functools.partial(lambda case, group: scenario(group, *case), case)
             by_case.append(run_ranks(self.size, call, timeout=given[0] if given else 30.0, return_exceptions=True))
         return [
             [Failure.of(one) if isinstance(one, BaseException) else one for one in of]
             for of in zip(*by_case, strict=True)
         ]
-
-
-def _called(scenario: Callable[..., Any], case: tuple[Any, ...], group):
-    return scenario(group, *case)
 
 
 class ProcessWorld(World):
@@ -169,11 +160,10 @@ class ProcessWorld(World):
 
 @dataclasses.dataclass(frozen=True)
 class _LaunchedWorld(ProcessWorld):
-    """Ranks that a launcher starts, and that stand by for the next scenario if this one is not alone."""
+    """Ranks that a launcher starts, and that stand by for the next scenario if this one is not alone.
 
-    def command(self, address: str) -> list[str]:
-        """Return the command line that starts them, given the address that they connect to."""
-        raise NotImplementedError
+    The method ``command`` returns the command line that starts them, given the address that they connect to.
+    """
 
     def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
         """Give the task to ranks that are there, or to new ones."""
@@ -202,7 +192,7 @@ class MPIWorld(_LaunchedWorld):
 
     def command(self, address: str) -> list[str]:
         """Return the command line of mpiexec."""
-        return mpi_command(self.size, MPI_RUNNER, address)
+        return mpi_command(self.size, RUNNER, "mpi", address)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +201,7 @@ class MlxWorld(_LaunchedWorld):
 
     def command(self, address: str) -> list[str]:
         """Return the command line of mlx.launch."""
-        return mlx_command(self.size, MLX_RUNNER, address)
+        return mlx_command(self.size, RUNNER, "mlx", address)
 
 
 def end_ranks():
