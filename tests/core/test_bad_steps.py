@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from optimizers import Tree
+from optimizers import Tree, iterate_plainly
 
 import gradscale
 
@@ -20,33 +20,20 @@ RULE = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
 ONE = gradscale.StaticScale(1.0)
 
 
-def iterate(
-    scaler: gradscale.GradScaler, optimizer: Tree, loss: float, gradient: float = 1.0, **clip
-) -> gradscale.StepReport:
-    """Make one iteration."""
-    scaler.scale(np.float32(loss))
-    optimizer.grads = [np.full(3, gradient * scaler.get_scale(), np.float32)]
-    if clip:
-        scaler.unscale_(optimizer, **clip)
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.last_step(optimizer)
-
-
 def trained(steps: int = 5, **settings) -> tuple[gradscale.GradScaler, Tree]:
     """Return a scaler and an optimizer after usual steps."""
     scaler, optimizer = gradscale.GradScaler(**{"skip": RULE} | settings), Tree()
     for _ in range(steps):
-        assert iterate(scaler, optimizer, 1.0).reason == "stepped"
+        assert iterate_plainly(scaler, optimizer).reason == "stepped"
     return scaler, optimizer
 
 
 def test_so_many_optimizers_that_none_is_ever_judged_are_told_of():
     scaler, kept = gradscale.GradScaler(skip=RULE), [Tree() for _ in range(65)]
     for optimizer in kept[:-1]:
-        iterate(scaler, optimizer, 1.0)
+        iterate_plainly(scaler, optimizer)
     with pytest.warns(UserWarning, match="has begun window 65, one for each optimizer that is alive"):
-        iterate(scaler, kept[-1], 1.0)
+        iterate_plainly(scaler, kept[-1])
 
 
 def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values():
@@ -54,7 +41,7 @@ def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values():
     saved["spikes"][0]["loss"]["values"] = [1.0, 2.0, 3.0, 4.0, 5.0]
     scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=gradscale.SkipSpikes(window=4, of="loss")), Tree()
     scaler.load_state_dict(saved)
-    iterate(scaler, optimizer, 6.0)
+    iterate_plainly(scaler, optimizer, loss=6.0)
     assert scaler.state_dict()["spikes"][0]["loss"]["values"] == [3.0, 4.0, 5.0, 6.0]
 
 
@@ -68,7 +55,7 @@ def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle(
     gc.disable()
     try:
         scaler = gradscale.GradScaler(skip=RULE)
-        reasons = [iterate(scaler, Cyclic(), loss).reason for loss in (1.0, 1.0, 1.0, 1.0, 9.0)]
+        reasons = [iterate_plainly(scaler, Cyclic(), loss=loss).reason for loss in (1.0, 1.0, 1.0, 1.0, 9.0)]
     finally:
         gc.enable()
     assert reasons == ["stepped"] * 4 + ["spike"]
@@ -83,10 +70,10 @@ def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow_and_count(ca
     schedule = type("Schedule", (), {"step": lambda _: stepped.append(1)})()
     with caplog.at_level(logging.INFO):
         for loss, gradient in ((9.0, 1.0), (1.0, math.inf)):
-            iterate(scaler, optimizer, loss, gradient)
+            iterate_plainly(scaler, optimizer, gradient, loss)
             scaler.step_schedule(optimizer, schedule)
         scaler.refuse(optimizer)
-        iterate(scaler, optimizer, 1.0)
+        iterate_plainly(scaler, optimizer)
     assert skipped == ["spike", "overflow", "refused"]
     assert stepped == []
     rows = [json.loads(row) for row in (tmp_path / "scale.jsonl").read_text().splitlines()]
@@ -109,9 +96,9 @@ def test_a_rank_whose_callback_fails_gives_up_with_the_others():
 
     scaler, optimizer = gradscale.GradScaler(give_up_after=2, on_update=fail), Tree()
     with pytest.raises(OSError, match="disk full"):
-        iterate(scaler, optimizer, 1.0, math.inf)
+        iterate_plainly(scaler, optimizer, math.inf)
     with pytest.raises(gradscale.TrainingStalledError) as caught:
-        iterate(scaler, optimizer, 1.0, math.inf)
+        iterate_plainly(scaler, optimizer, math.inf)
     assert caught.value.__notes__ == ["A callback of on_update has failed, too: OSError('disk full')"]
 
 
@@ -121,7 +108,7 @@ def test_a_rank_whose_callback_fails_gives_up_with_the_others():
 def test_an_optimizer_declines_by_no_other_answers(answer):
     scaler, optimizer = gradscale.GradScaler(), Tree()
     optimizer.step = lambda: answer  # type: ignore[method-assign]
-    assert iterate(scaler, optimizer, 1.0).reason == "stepped"
+    assert iterate_plainly(scaler, optimizer).reason == "stepped"
 
 
 def test_not_stepped_is_one_object_in_copies_and_pickles():

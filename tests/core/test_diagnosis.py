@@ -9,8 +9,8 @@ import diagnoses
 import numpy as np
 import pytest
 from libraries import Library
-from momentum import Momentum, of, overflow
-from optimizers import Grouped, Parameter, Tree, iterate, scaled
+from momentum import Momentum, of
+from optimizers import Grouped, Parameter, Tree, iterate, iterate_plainly, scaled
 from tiers import examples
 
 from gradscale import CallOrderError, GradScaler, InvalidTypeError, InvalidValueError
@@ -112,9 +112,9 @@ def test_the_overflows_in_a_row_of_each_optimizer_are_counted_by_themselves():
     of(optimizer, 1)["exp_avg"][2] = math.nan
     causes = []
     for _ in range(3):
-        report = overflow(scaler, optimizer)
+        report = iterate_plainly(scaler, optimizer, math.inf)
         causes.append(report.overflow.cause)
-        overflow(scaler, other, 1.0)
+        iterate_plainly(scaler, other)
     assert causes == ["scale", "scale", "optimizer state"]
     assert (row_of(report)["parameter"], row_of(report)["cause"]) == ("exp_avg of layer.1", "optimizer state")
 

@@ -10,25 +10,13 @@ import numpy as np
 import pytest
 from lives import OF_A_SCALE
 from momentum import Momentum, of
-from optimizers import Tree
+from optimizers import Tree, iterate_plainly
 
 import gradscale
 from gradscale import GradScaler, SkipSpikes, StaticScale, StepGuard
 from gradscale.tools.callbacks import LogUpdates
 
 RULE = SkipSpikes(window=8, min_values=4, of="loss")
-
-
-def iterate(guard: GradScaler, optimizer, value, loss: float | None = 1.0) -> gradscale.StepReport:
-    """Make one iteration with a gradient."""
-    if loss is not None:
-        guard.scale(np.float32(loss))
-    for weight in getattr(optimizer, "weights", ()):
-        weight.grad = np.full(3, value, np.float32)
-    optimizer.grads = [np.full(3, value, np.float32)]
-    guard.step(optimizer)
-    guard.update()
-    return guard.last_step(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -55,17 +43,17 @@ def test_a_guard_shows_its_rule():
 def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(is_met: bool):
     scaler, optimizer = GradScaler(init_scale=1024.0, skip=RULE), Tree()
     for value in (1.0, 1.0, np.inf, 1.0):
-        iterate(scaler, optimizer, value)
+        iterate_plainly(scaler, optimizer, value)
     guard, other = StepGuard(skip=RULE), Tree()
     if is_met:
-        iterate(guard, other, 1.0)
+        iterate_plainly(guard, other, 1.0)
     saved = scaler.state_dict()
     guard.load_state_dict(saved)
     held = guard.state_dict()
     assert {name: held[name] for name in ("iteration", "counts", "spikes")} == {
         name: saved[name] for name in ("iteration", "counts", "spikes")
     }
-    assert iterate(guard, other, 3.0, 1.0).reason == "stepped"
+    assert iterate_plainly(guard, other, 3.0, 1.0).reason == "stepped"
     assert (other.grads[0].tolist(), guard.get_scale()) == ([3.0] * 3, 1.0)
     torchs = {"scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 1}
     guard.load_state_dict(torchs)
@@ -99,14 +87,14 @@ def stalled(guard: GradScaler):
     of(optimizers[2], 0)["exp_avg"][:] = np.inf
     for optimizer in [*optimizers, Tree()]:
         for _ in range(60):
-            iterate(guard, optimizer, np.nan)
-        iterate(guard, Tree(), 1.0)
+            iterate_plainly(guard, optimizer, np.nan)
+        iterate_plainly(guard, Tree(), 1.0)
     for _ in range(60):
         guard.refuse(optimizer)
-        iterate(guard, optimizer, 1.0)
-    iterate(guard, Tree(), 1.0)
+        iterate_plainly(guard, optimizer, 1.0)
+    iterate_plainly(guard, Tree(), 1.0)
     for _ in range(60):
-        iterate(guard, optimizer, 1.0, np.inf)
+        iterate_plainly(guard, optimizer, 1.0, np.inf)
 
 
 def reports(guard: GradScaler) -> Iterator[str]:

@@ -55,7 +55,8 @@ POLICY = DynamicScale(init_scale=1024.0, growth_interval=3)
 def used() -> GradScaler:
     """Return a scaler that has made a few steps."""
     scaler = GradScaler(policy=POLICY)
-    iterate_plainly(scaler, 4)
+    for _ in range(4):
+        iterate_plainly(scaler, Tree())
     return scaler
 
 
@@ -126,7 +127,7 @@ def tried(entrance: Entrance, value):
     keeps_its_state(scaler)
     # It goes on, after the iteration that the call may have begun.
     scaler.update(1024.0)
-    iterate_plainly(scaler, 1)
+    iterate_plainly(scaler, Tree())
 
 
 def clip(scaler: GradScaler, max_norm):

@@ -7,8 +7,8 @@ import warnings
 
 import numpy as np
 import pytest
-from momentum import Momentum, of, overflow
-from optimizers import Tree
+from momentum import Momentum, of
+from optimizers import Tree, iterate_plainly
 
 import gradscale
 from gradscale import GradScaler, StaticScale, TrainingStalledWarning
@@ -16,18 +16,11 @@ from gradscale import GradScaler, StaticScale, TrainingStalledWarning
 pytestmark = pytest.mark.numpy
 
 
-def iterate(scaler: GradScaler, optimizer, value: float, count: int = 1):
-    for _ in range(count):
-        scaler.scale(np.float32(1.0))
-        optimizer.grads = [np.full(2, value, np.float32)]
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def told(call) -> list[str]:
+def told(scaler: GradScaler, optimizer, value: float, count: int = 60) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        call()
+        for _ in range(count):
+            iterate_plainly(scaler, optimizer, value)
     assert all(one.category is TrainingStalledWarning for one in caught)
     return [str(one.message) for one in caught]
 
@@ -36,30 +29,21 @@ def test_the_warning_says_how_long_why_and_what_holds_nan():
     scaler, optimizer = GradScaler(init_scale=1024.0), Momentum(1)
     (weight,) = optimizer.weights
     weight[:] = np.nan
-
-    def train():
-        for _ in range(60):
-            overflow(scaler, optimizer, np.nan)
-
-    (words,) = told(train)
+    (words,) = told(scaler, optimizer, np.nan)
     assert "Cause: weights. Weights hold inf or NaN, the most in 'layer.0': load a checkpoint" in words
     assert words.startswith("each step of the last 50 iterations was skipped: 50 for non-finite gradients (inf or NaN)")
     assert "first seen by rank 0; the scale went from 1024 to 1.8" in words
     weight[:] = 1.0
     of(optimizer, 0)["exp_avg"][0] = np.inf
-    scaler = GradScaler(policy=StaticScale(8.0))
-    (words,) = told(train)
+    (words,) = told(GradScaler(policy=StaticScale(8.0)), optimizer, np.nan)
     assert "Cause: optimizer state. The optimizer's state holds inf or NaN" in words
 
 
 def test_it_is_said_again_after_ten_times_as_many_and_after_a_step_that_was_made():
     scaler, optimizer = GradScaler(policy=StaticScale(8.0), warn_after=4), Tree()
-    assert [re.findall(r"last (\d+) ", one) for one in told(lambda: iterate(scaler, optimizer, np.inf, 41))] == [
-        ["4"],
-        ["40"],
-    ]
-    assert told(lambda: iterate(scaler, optimizer, 8.0)) == []
-    assert len(told(lambda: iterate(scaler, optimizer, np.inf, 5))) == 1
+    assert re.findall(r"last (\d+) ", "".join(told(scaler, optimizer, np.inf, 41))) == ["4", "40"]
+    assert told(scaler, optimizer, 8.0, 1) == []
+    assert len(told(scaler, optimizer, np.inf, 5)) == 1
     assert scaler.counts() == {"taken": 1, "overflow": 46, "spike": 0, "refused": 0}
 
 
@@ -83,6 +67,6 @@ def test_no_healthy_run_is_taken_for_a_stalled_one(runs: int):
         limit = random.uniform(1.0, 24.0)
         for _ in range(120):
             limit = max(0.5, limit + random.normal(0.0, 0.5) + random.choice([0.0, -6.0, 6.0], p=[0.98, 0.01, 0.01]))
-            iterate(scaler, optimizer, np.inf if scaler.get_scale() > 2.0**limit else 1.0)
+            iterate_plainly(scaler, optimizer, np.inf if scaler.get_scale() > 2.0**limit else 1.0)
         counts = scaler.counts()
         assert counts["taken"] + counts["overflow"] == 120

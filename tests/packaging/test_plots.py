@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from axes import require
-from optimizers import Tree
+from optimizers import Tree, iterate_plainly
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale, plot
 from gradscale.scaler.reports import UpdateReport
@@ -78,10 +78,7 @@ def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path:
     reports: list[UpdateReport] = []
     scaler, optimizer = GradScaler(on_update=[JSONLines("log.jsonl"), reports.append]), Tree()
     for _ in range(2):
-        scaler.scale(np.float32(1.0))
-        optimizer.grads = [np.full(3, np.inf, dtype=np.float32)]
-        scaler.step(optimizer)
-        scaler.update()
+        iterate_plainly(scaler, optimizer, np.inf)
     for history in (scaler, reports, Path("log.jsonl")):
         (axes,) = plot.history(history).axes
         assert list(dict.fromkeys(axes.lines[0].get_ydata())) == [65536.0, 32768.0, 16384.0], history

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Momentum", "of", "overflow"]
+__all__ = ["Momentum", "of"]
 
 
 class Weight(np.ndarray[Any, Any]):
@@ -35,14 +34,3 @@ def of(optimizer: Momentum, k: int):
     """Return the state of one weight."""
     held: dict[str, Any] = optimizer.state[optimizer.weights[k]]
     return held
-
-
-def overflow(scaler, optimizer: Momentum, value: float = math.inf):
-    """Make an iteration with these gradients, and return its report."""
-    factor = scaler.scale(np.float32(1.0))
-    with np.errstate(all="ignore"):
-        for weight in optimizer.weights:
-            weight.grad = np.full(3, value, np.float32) * factor
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.last_step(optimizer)

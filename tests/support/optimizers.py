@@ -110,10 +110,12 @@ def iterate(arrays: Library, scaler, optimizer, values: Sequence[float] = (1.0,)
     return scaler.last_step(optimizer)
 
 
-def iterate_plainly(scaler, iterations: int):
-    """Make some iterations of NumPy's, all of them clean."""
-    optimizer = Tree()
-    for _ in range(iterations):
-        optimizer.grads = [scaler.scale(np.ones(2, np.float32))]
-        scaler.step(optimizer)
-        scaler.update()
+def iterate_plainly(scaler, optimizer, gradient: float = 1.0, loss: float = 1.0):
+    """Make one iteration of NumPy's in which each true gradient is of this value; return its report."""
+    scaler.scale(np.float32(loss))
+    optimizer.grads = [np.full(3, gradient * scaler.get_scale(), np.float32)]
+    for weight in getattr(optimizer, "weights", ()):
+        weight.grad = optimizer.grads[0].copy()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step(optimizer)
