@@ -1,3 +1,1 @@
 """The benchmarks: gradscale against peers and limits in the same process."""
-
-__all__: list[str] = []

@@ -16,8 +16,6 @@ from benchmarks.measure import NotOnThisMachineError, Row, readable
 from gradscale.errors import MissingExtraError
 from gradscale.extras import remedy
 
-__all__ = ["main"]
-
 _MODULES = (
     *("unscaling", "iterations", "agreement", "torch_scalers", "jax_scaling"),
     *("cupy_unscaling", "diagnosis"),

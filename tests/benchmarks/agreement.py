@@ -20,8 +20,6 @@ from typing import Any
 import gradscale
 from benchmarks.measure import Call, Idle, Row, interleaved
 
-__all__ = ["CASES", "rows"]
-
 _CALLS = 200  # in each round
 
 

@@ -15,8 +15,6 @@ import gradscale
 from benchmarks.measure import Call, Idle, NotOnThisMachineError, Row, by_the_clock, interleaved
 from gradscale.errors import BackendNotAvailableError
 
-__all__ = ["CASES"]
-
 Array = Any
 
 

@@ -16,8 +16,6 @@ import numpy as np
 import gradscale
 from benchmarks.measure import Call, Idle, Row, interleaved
 
-__all__ = ["CASES"]
-
 _READS = 6.0
 _COUNT, _SIZE = 30, 1 << 20
 

@@ -13,8 +13,6 @@ import gradscale
 from benchmarks.measure import Call, Idle, Row, interleaved
 from gradscale_numpy import NumpyBackend
 
-__all__ = ["CASES"]
-
 _COUNTS = (1, 10, 100, 300, 1_000, 10_000)
 _SIZE = 10  # elements
 # An iteration of many gradients is timed alone, one of few so often that a round takes as long.

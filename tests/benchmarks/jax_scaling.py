@@ -13,8 +13,6 @@ from typing import Any
 import gradscale
 from benchmarks.measure import Call, Row, interleaved
 
-__all__ = ["CASES"]
-
 
 def _gradients(quick: bool):
     """Return two float32 arrays, finite and not small."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "Idle", "NotOnThisMachineError", "Row", "by_the_clock", "interleaved", "readable"]
-
 
 class NotOnThisMachineError(Exception):
     """A case needs what this machine lacks, such as a device; the text says what, and what to do."""

@@ -11,8 +11,6 @@ from unittest import mock
 
 from benchmarks.measure import Call, Row, by_the_clock, interleaved
 
-__all__ = ["CASES"]
-
 _SMALL = (300, 10)
 _LARGE = (30, 1 << 20)
 _WORKER_LIMIT = 300.0  # seconds

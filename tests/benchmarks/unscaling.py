@@ -16,8 +16,6 @@ import gradscale
 from benchmarks.measure import Call, Idle, Row, interleaved
 from gradscale_numpy import NumpyBackend
 
-__all__ = ["CASES"]
-
 Array = NDArray[Any]
 
 _FACTOR = np.float32(1)

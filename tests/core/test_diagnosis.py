@@ -9,8 +9,7 @@ import diagnoses
 import numpy as np
 import pytest
 from libraries import Library
-from momentum import Momentum, of
-from optimizers import Grouped, Parameter, Tree, iterate, iterate_plainly, scaled
+from optimizers import Grouped, Momentum, Parameter, Tree, iterate, iterate_plainly, scaled
 from tiers import examples
 
 from gradscale import CallOrderError, GradScaler, InvalidTypeError, InvalidValueError
@@ -109,7 +108,7 @@ def test_iterators_in_a_state_are_left_to_their_owner(arrays: Library):
 
 def test_the_overflows_in_a_row_of_each_optimizer_are_counted_by_themselves():
     optimizer, other, scaler = Momentum(), Momentum(), GradScaler(diagnose="on_overflow")
-    of(optimizer, 1)["exp_avg"][2] = math.nan
+    optimizer.of(1)["exp_avg"][2] = math.nan
     causes = []
     for _ in range(3):
         report = iterate_plainly(scaler, optimizer, math.inf)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from lives import OF_A_SCALE
-from momentum import Momentum, of
-from optimizers import Tree, iterate_plainly
+from optimizers import Momentum, Tree, iterate_plainly
 
 import gradscale
 from gradscale import GradScaler, SkipSpikes, StaticScale, StepGuard
@@ -84,7 +83,7 @@ def stalled(guard: GradScaler):
     """Skip every step, for each reason, with NaN in the gradients alone, in the weights and in the state."""
     optimizers = [Momentum(1) for _ in range(3)]
     optimizers[1].weights[0][:] = np.nan
-    of(optimizers[2], 0)["exp_avg"][:] = np.inf
+    optimizers[2].of(0)["exp_avg"][:] = np.inf
     for optimizer in [*optimizers, Tree()]:
         for _ in range(60):
             iterate_plainly(guard, optimizer, np.nan)

@@ -7,8 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
-from momentum import Momentum, of
-from optimizers import Tree, iterate_plainly
+from optimizers import Momentum, Tree, iterate_plainly
 
 import gradscale
 from gradscale import GradScaler, StaticScale, TrainingStalledWarning
@@ -34,7 +33,7 @@ def test_the_warning_says_how_long_why_and_what_holds_nan():
     assert words.startswith("each step of the last 50 iterations was skipped: 50 for non-finite gradients (inf or NaN)")
     assert "first seen by rank 0; the scale went from 1024 to 1.8" in words
     weight[:] = 1.0
-    of(optimizer, 0)["exp_avg"][0] = np.inf
+    optimizer.of(0)["exp_avg"][0] = np.inf
     (words,) = told(GradScaler(policy=StaticScale(8.0)), optimizer, np.nan)
     assert "Cause: optimizer state. The optimizer's state holds inf or NaN" in words
 

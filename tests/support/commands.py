@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["python", "ran"]
-
 _LIMIT = 120  # seconds
 
 

@@ -19,16 +19,13 @@ from typing import Any
 import numpy as np
 from axes import require
 from libraries import REALS, Library
-from momentum import Weight
-from optimizers import Grouped, Parameter, Tree
+from optimizers import Grouped, Parameter, Tree, Weight
 from scenarios import rank_and_size
 
 import gradscale
 from gradscale import DynamicScale, OverflowReport, ParameterReport, StaticScale
 from gradscale.core import tree
 from gradscale.core.summaries import Summary
-
-__all__ = ["SHAPES", "Part", "back", "check", "diagnosed", "draw", "into", "row", "summary_of"]
 
 # With the smallest scale that each allows; None if nothing is ever scaled.
 POLICIES = [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-__all__ = ["tell", "wait_for"]
-
 _LIMIT = 60.0  # seconds
 
 

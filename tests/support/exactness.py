@@ -10,11 +10,6 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-__all__ = [
-    *("BFLOAT", "DOUBLE", "HALF", "LAYOUTS", "PAIRS", "PAIR_IDS", "SINGLE", "Array", "assert_same", "bit_patterns"),
-    *("isfinite", "oracle", "random_array", "strided", "unaligned"),
-]
-
 Array = NDArray[Any]
 
 BFLOAT = np.dtype(ml_dtypes.bfloat16)

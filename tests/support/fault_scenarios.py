@@ -24,8 +24,6 @@ from worlds import alone, run_cases
 
 import gradscale
 
-__all__ = ["FAULTS", "HARMLESS", "WAITING", "absence", "fault", "forked", "suspended"]
-
 GRACE = 5.0  # seconds
 TIMEOUT = 3.0  # seconds
 ITERATIONS = 6

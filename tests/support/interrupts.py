@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-__all__ = ["interrupted_anywhere"]
-
 _Run = TypeVar("_Run")
 
 

@@ -19,8 +19,6 @@ from jax_tracing import trace_pure_functions
 from gradscale import registry
 from gradscale.core.backend import Backend
 
-__all__ = ["ROWS", "Library", "opened"]
-
 REALS = ("float32", "float64")
 
 

@@ -35,8 +35,6 @@ from gradscale import DynamicScale, SkipSpikes, StaticScale, StepReport, UpdateR
 from gradscale.core.backend import Backend
 from gradscale.policies.rules import GradualScale
 
-__all__ = ["CALLS", "ENDS", "OF_A_SCALE", "live"]
-
 OPTIMIZERS = 3
 VALUES = (1.0, 1.0, -2.0, 0.25)
 BAD = (math.inf, -math.inf, math.nan)

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from libraries import Library
 
-__all__ = ["Evaluating", "Grouped", "Parameter", "Recording", "Tree", "iterate", "iterate_plainly", "scaled"]
-
 
 class Parameter:
     """A parameter of torch's convention."""
@@ -68,6 +66,32 @@ class Tree(Recording):
     def gradients(self):
         """Return the tree."""
         return self.grads
+
+
+class Weight(np.ndarray[Any, Any]):
+    """An array with a gradient, and a key of mappings by its identity, as tensors are."""
+
+    grad: Any = None
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class Momentum:
+    """An optimizer of a few weights, each with an array and a number in the optimizer's state."""
+
+    def __init__(self, count: int = 2):
+        self.weights = [np.ones(3, np.float32).view(Weight) for _ in range(count)]
+        self.param_groups = [{"params": self.weights, "param_names": [f"layer.{k}" for k in range(count)]}]
+        self.state: dict[Any, Any] = {
+            weight: {"exp_avg": np.zeros(3, np.float32), "step": np.int32(0)} for weight in self.weights
+        }
+
+    def step(self):
+        """Leave the weights as they are."""
+
+    def of(self, k: int) -> dict[str, Any]:
+        """Return the state of one weight."""
+        held: dict[str, Any] = self.state[self.weights[k]]
+        return held
 
 
 class Evaluating:

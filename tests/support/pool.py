@@ -18,8 +18,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ranks"]
-
 STARTING = 60.0  # seconds
 ENDING = 60.0  # seconds
 _FORWARDING = 1.0  # seconds, in which a launcher forwards what ranks have printed

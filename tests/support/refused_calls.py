@@ -15,8 +15,6 @@ import numpy as np
 
 from gradscale import InvalidTypeError, InvalidValueError, StateDictError
 
-__all__ = ["OF_GRIDS", "OF_GROUPS", "OF_NORMS", "OF_ONES", "OF_RULES", "OF_SCALERS"]
-
 Row = tuple[type[Exception], str, Callable[[Any, Any, Any, Any], object], Iterable[Any]]
 
 TORCHS = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 5}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from libraries import Library
 
-__all__ = ["follow", "scales", "start"]
-
 
 def start(arrays: Library, policy, **numbers: float):
     """Return the first state of a policy, with some fields replaced."""

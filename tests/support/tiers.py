@@ -25,8 +25,6 @@ import pytest
 from libraries import ROWS
 from worlds import ProcessWorld
 
-__all__ = ["TIERS", "choose", "examples", "is_in", "later", "repeats"]
-
 TIERS = ("quick", "ranks", "all")
 _VARIABLE = "GRADSCALE_TEST_TIER"
 _ROWS_OF_THE_SHELL = ("numpy", "strict")
