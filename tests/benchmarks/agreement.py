@@ -14,11 +14,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import gradscale
-from benchmarks.measure import Call, Idle, Row, interleaved
+from benchmarks.measure import STEADY, Call, Idle, Row, interleaved
 
 _CALLS = 200  # in each round
 
@@ -26,29 +24,20 @@ _CALLS = 200  # in each round
 def rows(quick: bool) -> list[Row]:
     """Run two ranks and return what they measured."""
     if importlib.util.find_spec("mpi4py") is None:
-        msg = "No module named 'mpi4py'"
-        raise ModuleNotFoundError(msg, name="mpi4py")
+        raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
     beside_python = Path(sys.executable).parent
     mpiexec = shutil.which("mpiexec", path=f"{beside_python}{os.pathsep}{os.environ.get('PATH', '')}")
     if mpiexec is None:
-        msg = "there is no mpiexec beside this Python nor on the PATH"
-        raise ModuleNotFoundError(msg, name="mpich")
+        raise ModuleNotFoundError("there is no mpiexec beside this Python nor on the PATH", name="mpich")
     command = [mpiexec, "-n", "2", sys.executable, "-m", __spec__.name, "11" if quick else "51"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if finished.returncode:
-        msg = f"{' '.join(command)} failed:\n{finished.stdout}{finished.stderr}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"{' '.join(command)} failed:\n{finished.stdout}{finished.stderr}")
     times = json.loads(finished.stdout)
-    added = {name: times[name] - times["alone"] for name in ("alone and Allreduce", "group")}
+    group, allreduce = (times[name] - times["alone"] for name in ("group", "alone and Allreduce"))
     return [
         Row("Collectives.start_max, 2 ranks / Allreduce", times["start_max"], times["Allreduce"], "s", 2.0),
-        Row(
-            "what a group of 2 ranks adds to an iteration / what Allreduce adds",
-            added["group"],
-            added["alone and Allreduce"],
-            "s",
-            1.3,
-        ),
+        Row("what a group of 2 ranks adds to an iteration / what Allreduce adds", group, allreduce, "s", 1.3),
     ]
 
 
@@ -63,7 +52,7 @@ def measure(rounds: int) -> dict[str, float]:
     x = np.arange(LENGTH, dtype=np.int32)
     received = np.empty_like(x)
     collectives = gradscale.registry.collectives_for(comm, timeout=60)
-    optimizer = Idle([SimpleNamespace(grad=np.ones(10, np.float32))])
+    optimizer = Idle([np.ones(10, np.float32)])
 
     def iteration(scaler: gradscale.GradScaler, between: Callable[[], object]) -> Callable[[], None]:
         scaler.scale(np.ones((), np.float32))
@@ -79,17 +68,13 @@ def measure(rounds: int) -> dict[str, float]:
     def allreduce():
         comm.Allreduce(x, received, op=MPI.MAX)
 
-    def nothing():
-        pass
-
-    settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
     calls: dict[str, Callable[[], object]] = {
         "Allreduce": allreduce,
         "start_max": lambda: collectives.start_max(x)(),
         # Within an iteration the ranks drift apart, and every collective waits for the last of them.
-        "alone": iteration(gradscale.GradScaler(**settings), nothing),
-        "alone and Allreduce": iteration(gradscale.GradScaler(**settings), allreduce),
-        "group": iteration(gradscale.ShardedGradScaler(group=comm, **settings), nothing),
+        "alone": iteration(gradscale.GradScaler(**STEADY), lambda: None),
+        "alone and Allreduce": iteration(gradscale.GradScaler(**STEADY), allreduce),
+        "group": iteration(gradscale.ShardedGradScaler(group=comm, **STEADY), lambda: None),
     }
 
     def timed(run: Callable[[], object]) -> float:
@@ -112,7 +97,6 @@ def main():
 
 
 CASES = {"agreement": rows}
-"""By name, what measures some rows of the table; called with whether to be quick."""
 
 if __name__ == "__main__":
     main()

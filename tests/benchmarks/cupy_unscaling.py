@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import gradscale
-from benchmarks.measure import Call, Idle, NotOnThisMachineError, Row, by_the_clock, interleaved
+from benchmarks.measure import STEADY, Call, Idle, NotOnThisMachineError, Row, by_the_clock, interleaved
 from gradscale.errors import BackendNotAvailableError
 
 Array = Any
@@ -104,8 +103,7 @@ class _DeviceClock:
             if is_all_there:
                 return float(self._cuda.get_elapsed_time(begin, end)) / 1e3
             self._seconds *= 2
-        msg = f"the host waits for the device, or takes more than {_LONGEST_STALL:g} s for one call"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"the host waits for the device, or takes more than {_LONGEST_STALL:g} s for one call")
 
 
 def _device_times(cupy, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -211,8 +209,8 @@ def host_waits(quick: bool) -> list[Row]:
     sizes = _QUICK if quick else _FULL
     halves = (cupy.ones(7, dtype="float16") for _ in range(7))
     grads = [*_filled(cupy, *sizes.small), *halves]
-    optimizer = Idle([SimpleNamespace(grad=grad) for grad in grads])
-    scaler = gradscale.GradScaler(init_scale=1.0, growth_interval=1 << 30, backend=CupyBackend())
+    optimizer = Idle(grads)
+    scaler = gradscale.GradScaler(**STEADY, backend=CupyBackend())
     loss = cupy.ones((), dtype="float32")
 
     def start():
@@ -237,8 +235,7 @@ def host_waits(quick: bool) -> list[Row]:
         finish()
         within += bool(stalled.done)
     if within != _WATCHED_ITERATIONS:
-        msg = "step() reads the verdict, and yet the device was busy afterwards: waits are not seen"
-        raise RuntimeError(msg)
+        raise RuntimeError("step() reads the verdict, and yet the device was busy afterwards: waits are not seen")
     case = f"CuPy {_described(cupy, *sizes.small)}, host waits {{}} / iterations"
     return [
         Row(case.format("between scale and step"), between, _WATCHED_ITERATIONS, "", 0.0),
@@ -246,10 +243,4 @@ def host_waits(quick: bool) -> list[Row]:
     ]
 
 
-CASES = {
-    "cupy-copy": copies,
-    "cupy-torch": against_torch,
-    "cupy-plan": tables,
-    "cupy-waits": host_waits,
-}
-"""By name, what measures some rows of the table; called with whether to be quick."""
+CASES = {"cupy-copy": copies, "cupy-torch": against_torch, "cupy-plan": tables, "cupy-waits": host_waits}

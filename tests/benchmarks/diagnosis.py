@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ _COUNT, _SIZE = 30, 1 << 20
 
 def _diagnosis(gradients: Sequence[Any], like) -> Call:
     """Return a call of GradScaler.diagnose on a plain optimizer."""
-    optimizer = Idle([SimpleNamespace(grad=gradient) for gradient in gradients])
+    optimizer = Idle(gradients)
     scaler = gradscale.GradScaler()
     scaler.scale(like)
     return Call(lambda: scaler.diagnose(optimizer))
@@ -71,4 +70,3 @@ def with_torch(quick: bool) -> list[Row]:
 
 
 CASES = {"diagnosis": with_numpy, "diagnosis-torch": with_torch}
-"""By name, what measures some rows of the table; called with whether to be quick."""

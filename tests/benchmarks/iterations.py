@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,8 +39,7 @@ def _iterated(scaler, loss, optimizer, times: int) -> Callable[[], None]:
 
 
 def _numpy(count: int, times: int, *, fast: bool) -> Callable[[], None]:
-    parameters = [SimpleNamespace(grad=np.ones(_SIZE, np.float32)) for _ in range(count)]
-    optimizer = Idle(parameters)
+    optimizer = Idle(np.ones(_SIZE, np.float32) for _ in range(count))
     scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=fast))
     return _iterated(scaler, np.ones((), np.float32), optimizer, times)
 
@@ -52,7 +50,7 @@ def _torch(kind, count: int, times: int) -> Callable[[], None]:
     parameters = [torch.nn.Parameter(torch.zeros(_SIZE)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.ones(_SIZE)
-    return _iterated(kind("cpu", **_SETTINGS), torch.ones(()), Idle(parameters), times)
+    return _iterated(kind("cpu", **_SETTINGS), torch.ones(()), Idle(parameters=parameters), times)
 
 
 def iterations(quick: bool) -> list[Row]:
@@ -84,7 +82,7 @@ def iterations(quick: bool) -> list[Row]:
 
 def _judged(size: int, *, skips: bool, clips: bool) -> Callable[[], None]:
     """Return iterations of 300 gradients, each with a loss of its own."""
-    optimizer = Idle([SimpleNamespace(grad=np.ones(size, np.float32)) for _ in range(_TOGETHER)])
+    optimizer = Idle(np.ones(size, np.float32) for _ in range(_TOGETHER))
     skip = gradscale.SkipSpikes() if skips else None
     scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=False), skip=skip)
     losses = itertools.cycle([np.asarray(x, np.float32) for x in np.random.default_rng(0).normal(2.0, 0.1, 1_000)])
@@ -115,4 +113,3 @@ def spikes(quick: bool) -> list[Row]:
 
 
 CASES = {"iterations": iterations, "spikes": spikes}
-"""By name, what measures some rows of the table; called with whether to be quick."""

@@ -134,8 +134,4 @@ def verdict(quick: bool) -> list[Row]:
     return [Row(case.format(peer), times["ours"], times[peer], "s", 0.4) for peer in ("flax", "jmp")]
 
 
-CASES = {
-    "jax unscaling": unscaling,
-    "jax verdict": verdict,
-}
-"""By name, what measures some rows of the table; called with whether to be quick."""
+CASES = {"jax unscaling": unscaling, "jax verdict": verdict}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+
+# A scale at which gradients do not shrink from round to round.
+STEADY: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
 
 
 class NotOnThisMachineError(Exception):
@@ -24,8 +28,8 @@ class Call:
 class Idle:
     """An optimizer that does nothing."""
 
-    def __init__(self, parameters: list[Any]):
-        self.param_groups = [{"params": parameters}]
+    def __init__(self, gradients: Iterable[Any] = (), parameters: list[Any] | None = None):
+        self.param_groups = [{"params": parameters or [SimpleNamespace(grad=gradient) for gradient in gradients]}]
 
     def step(self):
         """Do nothing."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from benchmarks.measure import Call, Row, by_the_clock, interleaved
+from benchmarks.measure import STEADY, Call, Row, by_the_clock, interleaved
 
 _SMALL = (300, 10)
 _LARGE = (30, 1 << 20)
@@ -30,16 +30,12 @@ def _optimizer(torch, shapes: list[tuple[int, int]]):
     return Idle(parameters)
 
 
-def _scalers(torch):
+def _scalers(torch, ours: str = "GradScaler", theirs: Any = None):
     import gradscale_torch
 
     torch.set_num_threads(1)
-    # Gradients must not shrink from round to round.
-    settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
-    scalers = {
-        "ours": gradscale_torch.GradScaler("cpu", **settings),
-        "torch": torch.amp.GradScaler("cpu", **settings),
-    }
+    kinds = {"ours": getattr(gradscale_torch, ours), "torch": theirs or torch.amp.GradScaler}
+    scalers = {name: kind("cpu", **STEADY) for name, kind in kinds.items()}
     for scaler in scalers.values():
         scaler.scale(torch.ones(()))
     return scalers
@@ -151,15 +147,8 @@ def _time_rank(folder: str, rounds: int, ranks: int, rank: int) -> dict[str, flo
     import torch.distributed as dist
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    import gradscale_torch
-
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
-    scalers = {
-        "ours": gradscale_torch.ShardedGradScaler("cpu", **settings),
-        "torch": ShardedGradScaler("cpu", **settings),
-    }
+    scalers = _scalers(torch, "ShardedGradScaler", ShardedGradScaler)
     loss = torch.ones(())
     optimizers = [_optimizer(torch, [_SMALL]) for _ in range(2)]
 
@@ -188,4 +177,3 @@ CASES = {
     "torch-clip": clipping,
     "torch-sharded": sharded,
 }
-"""By name, what measures some rows of the table; called with whether to be quick."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,7 +30,7 @@ def _backends() -> dict[str, NumpyBackend]:
 
 def _unscale_in_place(gradients: Sequence[Array], backend: NumpyBackend, scale: float) -> Call:
     """Return a call of GradScaler.unscale_ on a plain optimizer, and the end of that iteration."""
-    optimizer = Idle([SimpleNamespace(grad=gradient) for gradient in gradients])
+    optimizer = Idle(gradients)
     scaler = gradscale.GradScaler(policy=gradscale.StaticScale(scale), backend=backend)
     scaler.scale(np.ones((), np.float32))
     return Call(lambda: scaler.unscale_(optimizer), scaler.update)
@@ -89,8 +88,4 @@ def master_gradients(quick: bool) -> list[Row]:
     ]
 
 
-CASES = {
-    "large": large_array,
-    "masters": master_gradients,
-}
-"""By name, what measures some rows of the table; called with whether to be quick."""
+CASES = {"large": large_array, "masters": master_gradients}
