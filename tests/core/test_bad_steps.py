@@ -91,8 +91,7 @@ def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow_and_count(ca
 
 def test_a_rank_whose_callback_fails_gives_up_with_the_others():
     def fail(_):
-        msg = "disk full"
-        raise OSError(msg)
+        raise OSError("disk full")
 
     scaler, optimizer = gradscale.GradScaler(give_up_after=2, on_update=fail), Tree()
     with pytest.raises(OSError, match="disk full"):

@@ -109,8 +109,7 @@ def test_arrays_are_made_on_a_device_only_if_their_library_knows_of_devices(stri
 
 def test_a_function_that_does_not_take_what_the_core_gives_is_named(cripple: Callable[..., Any]):
     def stack(_arrays):
-        msg = "only twins can be stacked"
-        raise ValueError(msg)
+        raise ValueError("only twins can be stacked")
 
     with pytest.raises(
         BackendNotAvailableError, match=r"crippled fails in gradscale's bits.*only twins can be stacked"

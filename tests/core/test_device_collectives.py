@@ -131,8 +131,7 @@ def test_an_array_that_the_library_refuses_gives_nothing_up():
     class Refuses(Courier):
         def all_reduce(self, x: Any, start: Callable[..., None], **options: bool):
             if x[0] < 0:
-                msg = "elsewhere"
-                raise CallOrderError(msg)
+                raise CallOrderError("elsewhere")
             return super().all_reduce(x, start, **options)
 
     comm = Refuses()
@@ -227,8 +226,7 @@ def test_ctrl_c_ends_the_wait_and_the_group(connects: bool):
 def test_an_end_that_does_not_work_hides_no_error(seconds: float | None, said: str, monkeypatch: pytest.MonkeyPatch):
     def end():
         if seconds is None:
-            msg = "it is not here"
-            raise OSError(msg)
+            raise OSError("it is not here")
         time.sleep(seconds)
 
     monkeypatch.setattr("gradscale.waiting._ABORTING", 0.01 if seconds else 10.0)

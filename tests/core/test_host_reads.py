@@ -9,25 +9,11 @@ import numpy as np
 import pytest
 from libraries import Library
 from optimizers import Tree, iterate
-from runs import start
 
-import gradscale
-from gradscale import BackendError, DynamicScale, GradScaler, ScaleState, StaticScale, presets
+from gradscale import BackendError, GradScaler, ScaleState, StaticScale, presets
 from gradscale.core.backend import Backend
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32
 from gradscale.scaler.state import LiveState
-
-
-@pytest.mark.parametrize("scale", [2.0**-126, 65536.0, 0.1, (2.0 - 2.0**-23) * 2.0**127])
-def test_the_fingerprint_holds_the_bits_of_the_scale_and_the_trackers(arrays: Library, scale: float):
-    state = start(arrays, DynamicScale(init_scale=scale), growth_tracker=3, overflow_tracker=2**31 - 1)
-    expected = [int(np.float32(scale).view(np.int32)), 3, 2**31 - 1, 0]
-    for backend in (Backend(), gradscale.registry.backend_for(state.scale)):
-        fingerprint = backend.fingerprint(state)
-        arrays.assert_array(fingerprint, expected, "int32")
-        values = backend.read(fingerprint)
-        assert (values, {type(value) for value in values}) == (expected, {int})
-
 
 # What is read is believed only where a policy can have made it; else the library is named.
 

@@ -54,19 +54,6 @@ def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays():
     assert (scaler.get_scale(), skipped) == (4.0, [False, True, False])
 
 
-@pytest.mark.parametrize("needs_arrays", ["before", "after"])
-def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str):
-    first, second = ASKS_FOR_VALUES, DynamicScale(init_scale=8.0)
-    if needs_arrays == "after":
-        first, second = second, first  # type: ignore[assignment]
-    live = LiveState(first)
-    live.current(np.zeros((), np.float32))
-    live.advance([0], (), live.saved())
-    live.load(second, {"scale": 4.0})
-    live.advance([np.asarray(1, np.int32) if needs_arrays == "after" else 1], (), live.saved())
-    assert live.scale() == 2.0
-
-
 def test_a_scale_is_known_again_by_the_first_verdict_after_it_was_replaced():
     live = LiveState(DynamicScale())
     state = live.current(np.zeros((), np.float32))

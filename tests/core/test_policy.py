@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import Library
-from runs import scales, start
+from runs import start
 from tiers import examples
 
-from gradscale import DynamicScale, InvalidValueError, ScaleState, StaticScale
+from gradscale import DynamicScale, InvalidValueError, ScaleState
 from gradscale.policies.dynamic import next_numbers
 
 # Pure functions, and many calls of them; see conftest.py.
@@ -118,21 +118,6 @@ def test_any_run_of_any_policy_from_any_state_is_that_of_plain_numbers(arrays: L
 def test_an_interval_must_fit_its_tracker():
     with pytest.raises(InvalidValueError, match="growth_interval"):
         DynamicScale(growth_interval=MOST, growth_after="interval_plus_one")
-
-
-def test_bounds_are_rounded_to_float32_so_that_they_can_be_honoured_exactly(arrays: Library):
-    policy = DynamicScale(init_scale=0.1, min_scale=0.1, max_scale=0.1)
-    assert policy.min_scale == policy.max_scale == float(np.float32(0.1))
-    assert set(scales(arrays, policy, "OOCC")) == {float(np.float32(0.1))}
-
-
-def test_a_static_scale_never_changes(arrays: Library):
-    policy = StaticScale(init_scale=128.0)
-    assert scales(arrays, policy, "COCO") == [128.0] * 4
-    state = start(arrays, policy)
-    assert policy.backoff(state) is state
-    assert policy.at_min_scale(state) is None
-    assert policy.clamp(3.0) == 3.0
 
 
 def test_the_state_stays_on_the_device_of_the_array_it_was_made_like(strict: Library):

@@ -7,21 +7,13 @@ import math
 
 import numpy as np
 import pytest
-from libraries import Library, opened
-from optimizers import Tree, iterate, scaled
+from libraries import Library
+from optimizers import Tree, iterate
 
-from gradscale import GradScaler, ShardedGradScaler, StaticScale, registry
-from gradscale.scaler.scaler import iteration_of
+from gradscale import GradScaler, ShardedGradScaler, StaticScale
 from gradscale.testing import run_ranks
 
 # How optimizers are called and kept.
-
-
-def test_arguments_are_passed_on_and_the_steps_value_returned(arrays: Library):
-    scaler = GradScaler()
-    optimizer = Tree(scaled(arrays, scaler, 1.0))
-    assert scaler.step(optimizer, None, 3, lr=0.1, closure=None) == "stepped"
-    assert optimizer.calls == [((None, 3), {"lr": 0.1, "closure": None})]
 
 
 def test_step_is_called_through_the_instance_attribute_exactly_when_it_is_made(arrays: Library):
@@ -70,14 +62,6 @@ def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Libr
     scaler = GradScaler()
     assert scaler.scale([stranger, None]) == [stranger, None]
     arrays.assert_array(scaler.scale(arrays.asarray(2.0)), 131072.0)
-
-
-@pytest.mark.numpy
-def test_a_backend_may_be_named():
-    with opened("numpy") as library:
-        scaler = GradScaler(backend="numpy")
-        assert iteration_of(scaler).live.backend_for(None) is registry.get("numpy")
-        assert iterate(library, scaler, Tree(), [math.nan]).skipped is True
 
 
 def test_gradients_of_before_a_load_tell_nothing_of_the_loaded_scale(arrays: Library):

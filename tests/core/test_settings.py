@@ -36,13 +36,6 @@ def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum(strict: L
     assert scaler.state_dict()["iteration"] == 2
 
 
-def test_a_new_scale_is_set_in_spite_of_an_overflow_at_the_minimum(strict: Library):
-    scaler = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise"))
-    scaler.step(Tree([scaler.scale(strict.asarray([math.inf]))]))
-    scaler.update(16.0)
-    assert scaler.get_scale() == 16.0
-
-
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_users_policy_may_tell_by_a_plain_bool_whether_an_overflow_is_raised(arrays: Library, raises: bool):
     class Mine(DynamicScale):

@@ -32,8 +32,7 @@ class Frozen:
 
     def __post_init__(self):
         if isinstance(self.w, str):
-            msg = "checked when constructed by the user"
-            raise TypeError(msg)
+            raise TypeError("checked when constructed by the user")
 
 
 class MyList(list[Any]):

@@ -135,18 +135,6 @@ def test_ctrl_c_and_errors_of_gradscale_are_raised_as_they_are_and_give_the_grou
         wait_on(group).require_usable()
 
 
-def test_the_time_that_is_over_names_the_rank_and_what_was_waited_for():
-    wait = wait_on(Group())
-    with pytest.raises(CollectiveTimeoutError, match="rank 1 of 3 waited 0 s for a letter"):
-        wait.until(lambda: False, "a letter")
-    with pytest.raises(CollectiveTimeoutError, match="rank 1 of 3 waited 0 s for the agreement on a step, and"):
-        wait.until(lambda: False)
-    assert wait.timed_out().operation == "the agreement on a step"
-    wait.until(lambda: True, "a letter")
-    assert wait.run(lambda: 4) == 4
-    wait.require_usable()
-
-
 @pytest.mark.parametrize(("seconds", "lines"), [(59.0, 0), (61.0, 1), (300.0, 1)])
 @pytest.mark.parametrize("timeout", [400.0, math.inf])
 def test_a_wait_of_more_than_a_minute_is_told_once_on_the_log(

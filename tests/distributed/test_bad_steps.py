@@ -10,10 +10,6 @@ from worlds import agree
 LIBRARIES = ["numpy", pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.tier("ranks")])]
 
 
-def test_every_rank_counts_what_any_rank_has_seen(world):
-    agree(world, scenarios.counted, [(rank,) for rank in range(world.size)])
-
-
 def test_another_option_on_one_rank_is_named_on_all(world):
     agree(world, scenarios.another_option, [(rank, said) for rank in range(world.size) for said in scenarios.OPTIONS])
 

@@ -80,19 +80,3 @@ def test_a_norm_costs_one_more_message_for_each_8_ranks():
         return len(counting.sent) - 2
 
     assert [run_ranks(size, train) for size in (1, 8, 9, 17)] == [[1], [1] * 8, [2] * 9, [3] * 17]
-
-
-def test_a_rank_that_has_seen_an_array_takes_part_without_any():
-    """Neither the group nor the scaler was told a library."""
-
-    def train(group: ThreadCollectives) -> int:
-        counting, tree = Counting(group), Tree()
-        scaler = ShardedGradScaler(group=counting)
-        scaler.scale(np.ones((), np.float32))
-        for gradients in ([np.ones(3, np.float32)], [np.ones(3, np.float32)] if group.rank else []):
-            tree.grads = gradients
-            scaler.step(tree)
-            scaler.update()
-        return len(counting.sent)
-
-    assert run_ranks(2, train) == [3, 3]

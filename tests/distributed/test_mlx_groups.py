@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import bad_step_scenarios
 import difference_scenarios
 import pytest
 import scenarios
 from axes import require
-from worlds import MlxWorld, agree
+from worlds import MlxWorld, agree, free_port
 
 import gradscale
 from gradscale import registry
@@ -36,47 +39,36 @@ def mlx(request: pytest.FixtureRequest) -> MlxWorld:
     return MlxWorld(request.param)
 
 
+# What all agree on: the scenario, the cases beside each rank in turn, or all of them, and for which libraries.
+EXPLICIT = (False, True)
+DIFFERENCES = [(what, number % 3) for number, what in enumerate(difference_scenarios.DIFFERENCES)]
+TURNS: list[tuple[Callable[..., Any], list[tuple[Any, ...]]]] = [
+    (bad_step_scenarios.counted, [(library, explicit) for library in LIBRARIES for explicit in EXPLICIT]),
+    (scenarios.pure_loop, [(math.nan, library) for library in LIBRARIES]),
+    (scenarios.spiking_loop, [(library,) for library in LIBRARIES]),
+    (difference_scenarios.differ, [(*what, library) for library in LIBRARIES for what in DIFFERENCES]),
+    (difference_scenarios.swapped_scalers, [(library,) for library in LIBRARIES]),
+    (difference_scenarios.legal, [("mlx",)]),
+]
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_groups_conform(mlx: MlxWorld, library: str):
+def test_the_groups_conform_and_an_overflow_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWorld, library: str):
     agree(mlx, scenarios.collectives_conform, [(library, 100)])
+    values = itertools.product(
+        [[rank] for rank in range(mlx.size)], (math.inf, -math.inf, math.nan), [library], EXPLICIT
+    )
+    agree(mlx, scenarios.overflow_on, values)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_an_overflow_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWorld, library: str):
-    values = (math.inf, -math.inf, math.nan)
-    cases = [
-        ([rank], value, library, explicit) for rank in range(mlx.size) for value in values for explicit in (False, True)
-    ]
-    agree(mlx, scenarios.overflow_on, cases)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_spike_or_a_refusal_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWorld, library: str):
-    cases = [(rank, library, explicit) for rank in range(mlx.size) for explicit in (False, True)]
-    agree(mlx, bad_step_scenarios.counted, cases)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_pure_loops_agree(mlx: MlxWorld, library: str):
-    agree(mlx, scenarios.pure_loop, [(rank, math.nan, library) for rank in range(mlx.size)])
-    agree(mlx, scenarios.spiking_loop, [(rank, library) for rank in range(mlx.size)])
+@pytest.mark.parametrize(("scenario", "others"), TURNS, ids=[scenario.__name__ for scenario, _ in TURNS])
+def test_what_each_rank_in_turn_does_is_skipped_told_or_right_on_all(mlx: MlxWorld, scenario, others):
+    agree(mlx, scenario, [(rank, *other) for other in others for rank in range(mlx.size)])
 
 
 def test_a_rank_without_gradients_takes_part(mlx: MlxWorld):
     cases = [(rank, bad, "no backend", "mlx") for rank in range(mlx.size) for bad in (None, (rank + 1) % mlx.size)]
     agree(mlx, scenarios.empty_on, cases)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_what_one_rank_does_differently_is_named_on_every_rank(mlx: MlxWorld, library: str):
-    found = enumerate(difference_scenarios.DIFFERENCES)
-    cases = [(rank, what, (number + rank) % 3, library) for number, what in found for rank in range(mlx.size)]
-    agree(mlx, difference_scenarios.differ, cases)
-    agree(mlx, difference_scenarios.swapped_scalers, [(rank, library) for rank in range(mlx.size)])
-
-
-def test_what_ranks_may_do_is_no_error(mlx: MlxWorld):
-    agree(mlx, difference_scenarios.legal, [(rank, "mlx") for rank in range(mlx.size)])
 
 
 @pytest.mark.tier("quick")
@@ -111,8 +103,6 @@ def test_each_group_of_a_part_of_the_ranks_is_one_of_its_own():
 
 def lost(tmp_path: Path, how: str) -> tuple[str, float]:
     """Return what rank 0 of two says of a rank that never comes, and after how many seconds."""
-    from worlds import free_port
-
     first = free_port(2)
     hosts = tmp_path / "hosts.json"
     hosts.write_text(f'[["127.0.0.1:{first}"], ["127.0.0.1:{first + 1}"]]')
@@ -149,6 +139,5 @@ def test_a_rank_that_never_comes_is_a_timeout_and_the_group_is_given_up(tmp_path
 
 def test_a_rank_that_is_killed_is_an_error_of_mlx(tmp_path: Path):
     said, _ = lost(tmp_path, "killed")
-    assert (
-        "BackendError: MLX failed on rank 0 of 2 while the ranks agreed on a step: [ring] connection to a peer" in said
-    )
+    told = "BackendError: MLX failed on rank 0 of 2 while the ranks agreed on a step: [ring] connection to a peer"
+    assert told in said

@@ -15,8 +15,6 @@ from gradscale.extras import remedy
 
 pytestmark = pytest.mark.tier("all")
 
-LIMIT = 120
-
 # Modules of third-party adapters, and the reasons why they are broken.
 BROKEN = {
     "fakelib": ("raise OSError('libfake.so.3: cannot open shared object file')", "libfake.so.3: cannot open shared"),
@@ -92,7 +90,7 @@ def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypat
         "os.write(2, ' '.join(left).encode())\nos._exit(1)\n"
     )
     (numpy,) = find(["numpy"])
-    assert command.examine([numpy], LIMIT)[0].reason.startswith("KEPT;")
+    assert command.examine([numpy], 120)[0].reason.startswith("KEPT;")
 
 
 @pytest.mark.tier("quick")

@@ -57,13 +57,6 @@ def test_a_preset_that_is_like_none_is_answered_with_all_of_them_and_no_guess():
     assert "did you mean" not in output
 
 
-@pytest.mark.tier("all")
-def test_the_help_says_which_kinds_of_picture_there_are():
-    code, output = run("--help")
-    assert code == 0
-    assert ".png, .svg or .pdf" in " ".join(output.split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -92,12 +85,6 @@ def test_bad_input_is_one_clear_error(arguments: list[str], said: str, tmp_path:
     assert code in (1, 2)
     assert said in output
     assert not list(Path().iterdir())
-
-
-def test_steps_that_are_too_many_for_the_name_of_a_file_are_steps():
-    code, output = run("C" * 5000, "--json")
-    assert code == 0
-    assert json.loads(output)[0]["steps"] == 5000
 
 
 HUGE = f"1{'0' * 400}"

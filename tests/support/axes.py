@@ -60,8 +60,7 @@ def required() -> frozenset[str]:
     names = frozenset(filter(None, (name.strip() for name in os.environ.get(VARIABLE, "").split(","))))
     known = {*MODULES, *PROGRAMS, "gpu"}
     if not names <= known:
-        msg = f"{VARIABLE} names {sorted(names - known)}; known are {sorted(known)}"
-        raise pytest.UsageError(msg)
+        raise pytest.UsageError(f"{VARIABLE} names {sorted(names - known)}; known are {sorted(known)}")
     return names
 
 

@@ -51,8 +51,7 @@ def _suspend_here(seconds: float):
 
 
 def _raise(_=None):
-    msg = "this rank fails on purpose"
-    raise ValueError(msg)
+    raise ValueError("this rank fails on purpose")
 
 
 def _suspend_all(is_faulty: bool):

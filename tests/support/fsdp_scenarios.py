@@ -147,8 +147,7 @@ def inject_infinity(parameters: Iterable[Tensor]):
         if gradient.numel():
             gradient.view(-1)[-1] = math.inf
             return
-    msg = "this rank holds no gradient"
-    raise AssertionError(msg)
+    raise AssertionError("this rank holds no gradient")
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -22,8 +22,7 @@ class _OddError(Exception):
     """What no library expects, and no text says."""
 
     def __str__(self) -> str:
-        msg = "not even this"
-        raise ValueError(msg)
+        raise ValueError("not even this")
 
 
 def _raise(*_):

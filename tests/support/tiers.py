@@ -98,6 +98,5 @@ def _tier_of(item: pytest.Item) -> str:
 
 def _position(tier: str) -> int:
     if tier not in TIERS:
-        msg = f"there is no tier {tier!r}; known are {', '.join(TIERS)}"
-        raise pytest.UsageError(msg)
+        raise pytest.UsageError(f"there is no tier {tier!r}; known are {', '.join(TIERS)}")
     return TIERS.index(tier)

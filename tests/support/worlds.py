@@ -77,8 +77,7 @@ def mpi_command(size: int, *arguments: str | Path) -> list[str]:
     """Return the command line that runs Python on several ranks, oversubscribed if need be."""
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        msg = "there is no mpiexec beside this Python nor on the PATH: install gradscale[mpich]"
-        raise FileNotFoundError(msg)
+        raise FileNotFoundError("there is no mpiexec beside this Python nor on the PATH: install gradscale[mpich]")
     return [mpiexec, "-n", str(size), sys.executable, *map(str, arguments)]
 
 
