@@ -1,7 +1,5 @@
 """The axis ``arrays`` of every test, the tiers, and what libraries read once when they are imported."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Measure gradscale's speed against peers in the same process, and print one table."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

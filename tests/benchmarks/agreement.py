@@ -3,8 +3,6 @@
 ``rows`` launches this module under mpiexec; run by itself, it is one of the ranks.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

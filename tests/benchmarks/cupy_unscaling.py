@@ -4,8 +4,6 @@ Times of the device are those between two events that are recorded while a kerne
 measured is on the stream before it begins, and the time that the host takes is not in it. That is in rows of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ One read is the fastest pass that the library itself makes over them: the maximu
 library computes slower than a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

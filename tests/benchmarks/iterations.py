@@ -1,7 +1,5 @@
 """Whole iterations (scale, step, update) of many small gradients: against torch's scaler, and what skip= adds."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

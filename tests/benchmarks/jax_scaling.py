@@ -4,8 +4,6 @@ XLA has its own threads, the same ones for every call here. Where a call returns
 takes to hand out their pages is most of it, and is everyone's: the rows against a bare multiplication show how much.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Time calls in turn, and hold the results against their targets."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """The replacements of torch's scalers against torch's own, on the CPU: unscale_, clipping, a group."""
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 from collections.abc import Callable

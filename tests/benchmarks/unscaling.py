@@ -1,7 +1,5 @@
 """Unscaling NumPy gradients, without numba and with it, against NumPy's and torch's own ways."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What shares memory, told from addresses and strides: overlaps_itself against a look at every element."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

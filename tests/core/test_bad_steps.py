@@ -1,7 +1,5 @@
 """Spikes by a rule, and what the user refuses: errors, warnings and windows; lives.py has which steps are skipped."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

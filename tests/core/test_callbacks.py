@@ -1,7 +1,5 @@
 """Callbacks: what they log and write, what a resumed run keeps, and what is refused before training."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

@@ -1,7 +1,5 @@
 """A policy's number is the same in every process for equal settings, and another one for others."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """check_library: a library of the standard passes, each lack of one is named, and each wrong answer is found."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from typing import Any

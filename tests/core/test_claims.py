@@ -1,7 +1,5 @@
 """Ranks that differ tell what each of them holds, wherever they are in their programs; and no rank waits for ever."""
 
-from __future__ import annotations
-
 import functools
 import textwrap
 import time
@@ -329,7 +327,7 @@ class Noting:
 
     rank, size = 0, 1
 
-    def __init__(self, waited: list[Noting]):
+    def __init__(self, waited: "list[Noting]"):
         self.waited = waited
 
     def start_max(self, x: np.ndarray, /):

@@ -1,7 +1,5 @@
 """unscale_(max_norm=): the global norm and the factor, on every library, alone and over a group."""
 
-from __future__ import annotations
-
 import collections
 import math
 import random

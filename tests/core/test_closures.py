@@ -1,7 +1,5 @@
 """Steps with a closure: how it is found and called, and what wrong ones are told; lives.py has what overflows."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """check_backend and check_collectives: right adapters and groups pass, and each kind of wrong one fails."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 What two libraries' communicators add is tested over these: test_cupy_nccl_gpu.py and test_nccl4py.py in ../adapters.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import signal

@@ -1,7 +1,5 @@
 """scaler.diagnose: random ones are the model's; one read; what is refused; and what a scaler searches by itself."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is counted in an array, against a plain model in NumPy; on every library, adapter and pure form."""
 
-from __future__ import annotations
-
 import math
 import random
 

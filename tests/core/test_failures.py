@@ -1,7 +1,5 @@
 """What a scaler does after a failure: it fails again in the same way, or is brought back; it never goes on silently."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """load_foreign_state: what it recognises, what it says was missing, and what it refuses, saying why."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pure functions: scale (and GradScaler's), unscale, with out= too, and select, of anything that can be drawn."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Where GradScaler finds an optimizer's gradients, and how unscaled ones go back to it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

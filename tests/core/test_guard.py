@@ -1,7 +1,5 @@
 """StepGuard: it skips steps as a scaler does, scales nothing, and speaks of no scale."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

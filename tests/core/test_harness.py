@@ -1,7 +1,5 @@
 """The tests' own helpers: a wrong answer must fail them, and a missing library must not look like a pass."""
 
-from __future__ import annotations
-
 import axes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """What is read from the device: a state's bits and trackers, and believed only where a policy can have made it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

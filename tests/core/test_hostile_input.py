@@ -4,8 +4,6 @@ Nothing is changed by an error. Every entrance is tried with each hostile value,
 ``GRADSCALE_TEST_EXAMPLES=2000`` says. The cases with names are those that once came out as something else.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """IdentityMap: by identity, weakly, for any object."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

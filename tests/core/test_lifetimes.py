@@ -1,7 +1,5 @@
 """What a scaler keeps alive: neither optimizers nor gradients, and nothing waits for the garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

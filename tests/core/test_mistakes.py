@@ -1,7 +1,5 @@
 """Mistakes of a training loop without an overflow: torch's scalers raise, and so do ours, before anything moves."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

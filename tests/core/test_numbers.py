@@ -1,7 +1,5 @@
 """The rule of DynamicScale for numbers, held to the rule for arrays bit for bit; simulations."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """DynamicScale and StaticScale: when the scale grows, when it backs off, and what it can never become."""
 
-from __future__ import annotations
-
 import math
 import operator
 import random

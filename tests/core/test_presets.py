@@ -1,7 +1,5 @@
 """The presets as a user meets them: names, wrong arguments, in a scaler, and what their scales can never become."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from fractions import Fraction

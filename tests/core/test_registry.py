@@ -1,7 +1,5 @@
 """The registry: adapters by name, loaded lazily, with errors that say what to do."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import sys

@@ -1,7 +1,5 @@
 """run_ranks: threads as ranks, for users' own tests."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """GradScaler: what it does to gradients, optimizers and the scale in iterations that are called in the right order."""
 
-from __future__ import annotations
-
 import gc
 import math
 

@@ -1,7 +1,5 @@
 """New scales of each library, policies of users, callbacks that raise, disabled scalers."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 

@@ -1,7 +1,5 @@
 """SkipSpikes: which values are spikes, what the window learns, on every library."""
 
-from __future__ import annotations
-
 import collections
 import math
 import random

@@ -1,7 +1,5 @@
 """A run whose every step is skipped says so, with the cause, and gives up if it may; healthy runs say nothing."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

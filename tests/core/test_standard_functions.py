@@ -1,7 +1,5 @@
 """What the core asks of an array library, seen on array-api-strict: exactly what it lists, and no value of a device."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Trees: every container is walked in order and rebuilt as its own type."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from types import MappingProxyType

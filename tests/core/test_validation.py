@@ -1,7 +1,5 @@
 """Every argument is shown by its constructor, and refused with its name and value out of range or of a wrong type."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

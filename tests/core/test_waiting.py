@@ -1,7 +1,5 @@
 """Waiting on a group: what poll asks and when it ends; what GroupWait raises, and when it gives the group up."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

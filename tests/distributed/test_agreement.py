@@ -1,7 +1,5 @@
 """All ranks skip together, back off together, and end with bit-identical states, wherever the bad value is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Spikes and refused steps where ranks have no loss, other rules or optimizers of torch; lives.py has the others."""
 
-from __future__ import annotations
-
 import bad_step_scenarios as scenarios
 import pytest
 from axes import require

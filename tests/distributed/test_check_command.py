@@ -1,7 +1,5 @@
 """``gradscale check`` on real ranks: what passes, each fault on each rank in turn, and ranks that never come."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

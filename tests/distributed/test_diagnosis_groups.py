@@ -1,7 +1,5 @@
 """diagnose(gather=True): random ones are the model's, the same on every rank, over threads, MPI and gloo."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import diagnoses

@@ -1,7 +1,5 @@
 """Whatever one rank does differently is an error on every rank that names it; what ranks may do is none."""
 
-from __future__ import annotations
-
 import difference_scenarios as scenarios
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The table of faults x worlds: an error on every living rank, or the right result, within the timeout and 5 s."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that fail or come late: an error on every rank that can still be told, never a hang."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import fault_scenarios

@@ -1,7 +1,5 @@
 """Processes of jax.distributed agree inside the compiled step, wherever the bad value is, and find one that drifted."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

@@ -1,7 +1,5 @@
 """A long run keeps nothing of its iterations: the memory of a process that agrees over gloo, thousands of times."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

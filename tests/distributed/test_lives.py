@@ -1,7 +1,5 @@
 """A scaler's random life, alone and on every rank, held to a plain model in each call."""
 
-from __future__ import annotations
-
 import lives
 import pytest
 from axes import require

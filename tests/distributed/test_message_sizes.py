@@ -1,7 +1,5 @@
 """What an agreement costs does not grow with the number of ranks, nor with what they hold."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Agreement over MLX's groups: real ranks under mlx.launch, and what becomes of those whose others never come."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Two ranks whose programs differ in one call: an error on both, or equal states."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

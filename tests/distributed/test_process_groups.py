@@ -1,7 +1,5 @@
 """Groups of processes, under MPI and over torch's gloo: what may be one, what passes, and programs that end badly."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

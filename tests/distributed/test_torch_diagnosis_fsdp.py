@@ -1,7 +1,5 @@
 """diagnose() of sharded models over gloo: FSDP1, FSDP2 and meshes, with a bad value on each rank in turn."""
 
-from __future__ import annotations
-
 import importlib
 
 import diagnoses

@@ -1,7 +1,5 @@
 """The replacements of torch's scalers over groups and meshes do what torch's do, and what torch's fail at."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

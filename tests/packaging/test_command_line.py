@@ -1,7 +1,5 @@
 """The command line itself: help, versions, errors, Ctrl-C."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

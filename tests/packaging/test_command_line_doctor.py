@@ -1,7 +1,5 @@
 """``gradscale doctor``: what works is used; a library that is broken, hangs or is missing is a row of its table."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``gradscale doctor`` of CuPy and nccl4py: without a device the reason and what to do; with one, what it has."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

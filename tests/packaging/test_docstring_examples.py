@@ -1,7 +1,5 @@
 """Every public class and function but exceptions and presets shows how it is used, in lines that run."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

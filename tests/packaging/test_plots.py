@@ -1,7 +1,5 @@
 """Plots: what is drawn of a history and of simulations, without touching a program's own backend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The command simulate: its table, JSON and picture, and one line for each bad input."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

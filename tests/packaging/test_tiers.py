@@ -1,7 +1,5 @@
 """Which tests a tier runs, read off pytest's own collection of a file that has one of each kind."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

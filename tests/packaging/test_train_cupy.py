@@ -3,8 +3,6 @@
 NumPy multiplies matrices there, in place of cuBLAS, and between processes MPI carries what NCCL would.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

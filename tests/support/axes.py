@@ -4,8 +4,6 @@
 pass.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

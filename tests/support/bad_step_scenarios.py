@@ -1,7 +1,5 @@
 """What the ranks do in tests of spikes and refused steps: functions of a group, run in every world."""
 
-from __future__ import annotations
-
 import numpy as np
 from scenarios import Trainer, loss, raised, rank_and_size
 

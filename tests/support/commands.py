@@ -1,7 +1,5 @@
 """Programs that tests start and wait for, but not for ever; what they print is kept."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ A life of an optimizer of any kind with gradients, weights and a state of any va
 stage of some iterations. All ranks draw the same calls, and each its own arrays.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import importlib

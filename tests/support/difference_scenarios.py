@@ -4,8 +4,6 @@ Each scenario takes a group, the odd rank, what it does differently, and the lib
 "torch". It asserts what its rank is told, which does not depend on how far the others came.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """What ranks tell each other beside the group that is tested: files in a folder that they share, whatever they are."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

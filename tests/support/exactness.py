@@ -1,7 +1,5 @@
 """What unscaled NumPy arrays must hold, said plainly, and arrays of every value and layout to try it on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Run as a program, this is one rank under mpiexec, which writes its answer to a f
 pool do not survive. What mpiexec starts is the parent of the rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

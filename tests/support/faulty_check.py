@@ -1,7 +1,5 @@
 """``gradscale check`` with a fault on one rank: ``python faulty_check.py KIND:RANK OPTIONS OF CHECK``."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

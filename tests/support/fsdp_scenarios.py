@@ -3,8 +3,6 @@
 Where both are compared, each rank runs torch's first. What is returned must be the same on all ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """What the ranks do in the tests of groups themselves: MPI's communicators, torch's groups and meshes."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Objects that raise, lie or are huge when they are read, and strategies of them for the fuzzing of every entrance."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping

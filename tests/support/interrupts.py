@@ -1,7 +1,5 @@
 """Ctrl-C at each place of a call where Python looks for signals."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Runs as one of several processes of jax.distributed: agreement inside a compiled step, over a mesh of all of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

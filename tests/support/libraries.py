@@ -1,7 +1,5 @@
 """The array libraries that the tests run on: how to make arrays of each, and how to assert what came out."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

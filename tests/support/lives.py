@@ -6,8 +6,6 @@ that are loaded, pickles and copies, callbacks that raise, and what is refused a
 warnings and host reads are held to the model, too. All ranks draw the same life, and what is bad is one rank's.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy
@@ -313,7 +311,7 @@ class Model:
         self.history.append(self.reports[-1])
         return self.reports[-1]
 
-    def evaluated(self, k: int, closure: Closure) -> str:
+    def evaluated(self, k: int, closure: "Closure") -> str:
         """Step an optimizer with a closure, which is evaluated again at lower scales while gradients overflow."""
         turn, before = self.turns[k], self.lowered
         turn.by_closure, turn.has_begun = True, False

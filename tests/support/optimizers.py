@@ -1,7 +1,5 @@
 """Optimizers of both protocols that record how they are called, for the tests of the scaler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Policies of a user's own, with settings of every kind; run as a program, it prints what they are identified by."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import sys

@@ -4,8 +4,6 @@ They serve one task after the other for as long as each ends cleanly on every ra
 are killed, and the next task gets others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

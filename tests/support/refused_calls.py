@@ -4,8 +4,6 @@ A row has the error and what it says, the call, and the values that it is made w
 namespace of its arrays, and a value.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Runs of a policy over sequences of clean (C) and overflowing (O) steps."""
 
-from __future__ import annotations
-
 from libraries import Library
 
 

@@ -4,8 +4,6 @@ A scenario asserts what its own rank must see, and returns what must be the same
 by pickle.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import os

@@ -14,8 +14,6 @@ A function of many cases takes all of them on NumPy, and before ``all`` a third 
 third on the next one. A test that is asked for by its id is run.
 """
 
-from __future__ import annotations
-
 import collections
 import os
 from collections.abc import Iterable

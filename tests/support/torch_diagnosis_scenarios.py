@@ -3,8 +3,6 @@
 Each rank asserts what it is told, and returns what must be the same on all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

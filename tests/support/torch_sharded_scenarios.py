@@ -1,7 +1,5 @@
 """What the ranks do in the tests of torch's sharded scaler, gradscale's, on plain tensors and DTensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ and returns what each rank returned or raised, so that one test serves them all.
 a module one after the other; one that ends badly, or needs processes that have run nothing else, is marked ``@alone``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -51,7 +49,7 @@ class Failure:
     traceback: str = dataclasses.field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> "Failure":
         """Describe an exception."""
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
