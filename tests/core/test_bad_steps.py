@@ -87,18 +87,6 @@ def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow_and_count(ca
     ]
 
 
-def test_a_rank_whose_callback_fails_gives_up_with_the_others():
-    def fail(_):
-        raise OSError("disk full")
-
-    scaler, optimizer = gradscale.GradScaler(give_up_after=2, on_update=fail), Tree()
-    with pytest.raises(OSError, match="disk full"):
-        iterate_plainly(scaler, optimizer, math.inf)
-    with pytest.raises(gradscale.TrainingStalledError) as caught:
-        iterate_plainly(scaler, optimizer, math.inf)
-    assert caught.value.__notes__ == ["A callback of on_update has failed, too: OSError('disk full')"]
-
-
 @pytest.mark.parametrize(
     "answer", [False, 0.0, (), (0, None), (True, None, None), (np.zeros(2),), [False], "no"], ids=str
 )

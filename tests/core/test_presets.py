@@ -6,11 +6,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from libraries import Library, opened
-from runs import follow, scales, start
-from tiers import examples, later
+from runs import scales, start
+from tiers import later
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, presets
 from gradscale.policies.rules import GradualScale
@@ -69,19 +67,6 @@ def test_fairseq_stays_at_a_threshold_above_its_minimum_and_else_raises(threshol
     assert (rule.min_scale, rule.at_min) == (2.0, "clamp" if threshold == 2.0 else "raise")
 
 
-@pytest.mark.parametrize("name", ["colossalai", "megatron", "paddle", "paddle_static"])
-def test_factors_are_float32_where_the_original_multiplies_by_such(name: str):
-    settings = {"init_scale": 2.0**40, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1}
-    steps = "".join(np.random.default_rng(3).choice(["C", "C", "O"], 200))
-    wanted, scale = [], np.float32(2.0**40)
-    for step in steps:
-        scale *= np.float32(0.3 if step == "O" else 1.7)
-        wanted.append(float(scale))
-    with opened("numpy") as library:
-        assert scales(library, presets.named(name, hysteresis=1, **settings), steps) == wanted
-        assert scales(library, presets.torch(**settings), steps) != wanted, "torch multiplies by float64 numbers"
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_wrong_argument_is_refused_by_its_name(name: str):
     # What else DynamicScale refuses is in test_validation.py.
@@ -89,31 +74,6 @@ def test_a_wrong_argument_is_refused_by_its_name(name: str):
         for value in ("8", -1, math.nan):
             with pytest.raises((InvalidValueError, InvalidTypeError), match=setting):
                 presets.named(name, **{setting: value})
-
-
-@pytest.mark.numpy
-@pytest.mark.parametrize("name", ALL)
-@given(data=st.data())
-@settings(max_examples=examples(10))
-def test_the_scale_stays_finite_above_zero_and_within_bounds(name: str, data: st.DataObject):
-    interval = data.draw(st.integers(1, 5))
-    rule = presets.named(name, growth_interval=interval)
-    tracker = st.one_of(st.integers(0, 9), st.integers(0, 2**31 - 1))
-    with opened("numpy") as library:
-        state = start(
-            library,
-            rule,
-            scale=rule.clamp(data.draw(st.floats(2.0**-126, LARGEST, width=32))),
-            growth_tracker=data.draw(tracker),
-            overflow_tracker=data.draw(tracker),
-            rescale_tracker=data.draw(tracker),
-        )
-        for after in follow(library, rule, data.draw(st.text("CO", max_size=12)), state):
-            scale, *trackers = library.state(after)
-            assert rule.min_scale <= scale <= (rule.max_scale or LARGEST)
-            assert min(trackers) >= 0
-            backed_off = library.state(rule.backoff(after))
-            assert rule.min_scale <= backed_off[0] <= scale
 
 
 # The rule with a class of its own.

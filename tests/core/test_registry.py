@@ -104,9 +104,8 @@ def test_a_missing_adapter_is_named_with_what_to_install(install: Install, name:
     with pytest.raises(BackendNotAvailableError, match=f"registered for '{name}'; {command}. Registered: other"):
         registry.get(name)
     install()
-    with pytest.raises(BackendNotAvailableError, match="Registered: none") as caught:
+    with pytest.raises(BackendNotAvailableError, match="Registered: none"):
         registry.get(name)
-    assert isinstance(caught.value, ImportError)
 
 
 def test_two_adapters_of_one_name_are_an_error_that_names_both_but_one_that_is_found_twice_is_one(

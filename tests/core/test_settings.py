@@ -19,14 +19,17 @@ def test_whoever_wants_reports_has_each_step_read_in_that_step():
     assert not Reports({}).wants_each_step
 
 
-@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum(strict: Library, error: BaseException):
+@pytest.mark.parametrize("kind", [gradscale.ScaleUnderflowError, gradscale.TrainingStalledError, KeyboardInterrupt])
+def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum_or_that_all_give_up(strict: Library, kind):
+    is_hidden, gives_up = kind is KeyboardInterrupt, kind is gradscale.TrainingStalledError
+    error = KeyboardInterrupt() if is_hidden else OSError("no space left")
+
     def fail(_):
         raise error
 
-    scaler = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise"), on_update=fail)
-    is_hidden = isinstance(error, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt if is_hidden else gradscale.ScaleUnderflowError) as caught:
+    policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="clamp" if gives_up else "raise")
+    scaler = GradScaler(policy=policy, on_update=fail, give_up_after=1 if gives_up else None)
+    with pytest.raises(kind) as caught:
         iterate(strict, scaler, Tree(), [math.inf])
     if not is_hidden:
         assert (caught.value.__context__, caught.value.__suppress_context__) == (error, False)

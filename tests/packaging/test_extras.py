@@ -10,7 +10,7 @@ from axes import require
 from commands import python
 
 import gradscale
-from gradscale import BackendNotAvailableError, GradscaleError, MissingExtraError
+from gradscale import BackendNotAvailableError, MissingExtraError
 from gradscale.extras import needs, remedy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -159,8 +159,6 @@ def test_the_outermost_says_what_brings_all_that_it_needs():
     with pytest.raises(MissingExtraError) as caught, needs("program.py", "torch"), needs("inner", "torch"):
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     assert re.fullmatch(message("program.py", "torch", "torch"), str(caught.value))
-    assert isinstance(caught.value, GradscaleError)
-    assert isinstance(caught.value, ModuleNotFoundError)
 
 
 @pytest.mark.parametrize(
