@@ -10,6 +10,7 @@ import pytest
 from array_api_compat import array_namespace
 from axes import require
 from libraries import Library, opened
+from scenarios import Around
 
 import gradscale
 from gradscale.core import arithmetic, summaries
@@ -241,15 +242,15 @@ def test_the_collectives_of_threads_pass(arrays: Library, size: int):
 Start = Callable[[Any], Callable[[], Any]]
 
 
-class Bent:
+class Bent(Around):
     """Collectives that do something wrong with what is sent, or with what comes back."""
 
     def __init__(self, inner: ThreadCollectives, how: Callable[[Start, Any], Callable[[], Any]]):
-        self.rank, self.size = inner.rank, inner.size
-        self.inner, self.how = inner, how
+        super().__init__(inner)
+        self.how = how
 
     def start_max(self, x, /):
-        return self.how(self.inner.start_max, x)
+        return self.how(super().start_max, x)
 
 
 def after(bend: Callable[[Any, Any], Any]):

@@ -165,10 +165,13 @@ def test_an_error_that_the_library_finds_is_raised_and_ends_the_group_once(conne
     assert (comm.aborts, time.monotonic() - begin < PATIENCE / 2) == (1, True)
 
 
-def test_a_device_that_has_failed_is_its_error_and_no_timeout():
+@pytest.mark.parametrize("has_come", [False, True], ids=["and no timeout", "though an answer has come"])
+def test_a_device_or_a_library_that_has_failed_is_its_error(has_come: bool):
     comm = Courier()
     pending = over(comm, PATIENCE).start_max(vector(1))
-    comm.failure = OSError("the horse is lame")
+    setattr(comm, "error" if has_come else "failure", OSError("the horse is lame"))
+    if has_come:
+        comm.has_come.set()
     with pytest.raises(BackendError, match="the horse is lame"):
         pending()
     assert comm.aborts == 1
@@ -182,16 +185,6 @@ def test_what_was_under_way_at_a_timeout_is_no_answer_though_it_has_ended():
     for pending in (first, second):
         with pytest.raises(BackendError, match="given up"):
             pending()
-
-
-def test_an_answer_that_comes_with_an_error_is_not_believed():
-    comm = Courier()
-    pending = over(comm, PATIENCE).start_max(vector(1))
-    comm.error = OSError("the seal is broken")
-    comm.has_come.set()
-    with pytest.raises(BackendError, match="the seal is broken"):
-        pending()
-    assert comm.aborts == 1
 
 
 @CONNECTS

@@ -67,6 +67,19 @@ def test_fairseq_stays_at_a_threshold_above_its_minimum_and_else_raises(threshol
     assert (rule.min_scale, rule.at_min) == (2.0, "clamp" if threshold == 2.0 else "raise")
 
 
+@pytest.mark.parametrize("name", ["colossalai", "megatron", "paddle", "paddle_static"])
+def test_factors_are_float32_where_the_original_multiplies_by_such(name: str):
+    settings = {"init_scale": 2.0**40, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1}
+    steps = "".join(np.random.default_rng(3).choice(["C", "C", "O"], 200))
+    wanted, scale = [], np.float32(2.0**40)
+    for step in steps:
+        scale *= np.float32(0.3 if step == "O" else 1.7)
+        wanted.append(float(scale))
+    with opened("numpy") as library:
+        assert scales(library, presets.named(name, hysteresis=1, **settings), steps) == wanted
+        assert scales(library, presets.torch(**settings), steps) != wanted, "torch multiplies by float64 numbers"
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_wrong_argument_is_refused_by_its_name(name: str):
     # What else DynamicScale refuses is in test_validation.py.

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from axes import require
 from commands import ran
+from scenarios import Around
 from worlds import mpi_command, mpi_environment
 
 from gradscale import BackendError
@@ -166,16 +167,17 @@ class World:
         return self._reports.get((rank, number))
 
 
-class Faulty:
+class Faulty(Around):
     """Collectives whose every message fails, or that do not tell of other states of other ranks."""
 
     def __init__(self, inner, error: Exception | None):
-        self.rank, self.size, self._inner, self._error = inner.rank, inner.size, inner, error
+        super().__init__(inner)
+        self._error = error
 
     def start_max(self, x, /):
         if self._error is not None:
             raise self._error
-        finish = self._inner.start_max(x)
+        finish = super().start_max(x)
         return lambda: np.concatenate([finish()[:5], x[5:]]) if len(x) == claims.LENGTH else finish()
 
 

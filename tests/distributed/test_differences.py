@@ -4,7 +4,7 @@ import difference_scenarios as scenarios
 import numpy as np
 import pytest
 from axes import require
-from scenarios import Trainer, grid_of_threads, raised
+from scenarios import Around, Trainer, grid_of_threads, raised
 from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree, each
 
 import gradscale
@@ -74,15 +74,12 @@ def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWo
     agree(processes, scenarios.other_version, cases)
 
 
-class Greeting:
+class Greeting(Around):
     """A rank of a group that begins with the message of version 99.1.2, whose form never changes."""
-
-    def __init__(self, group: ThreadCollectives):
-        self.rank, self.size, self._group = group.rank, group.size, group
 
     def start_max(self, _, /):
         release, build = 99 << 20 | 1 << 10 | 2, 7
-        return self._group.start_max(np.asarray([release, -release, build, -build], np.int32))
+        return super().start_max(np.asarray([release, -release, build, -build], np.int32))
 
 
 def test_the_first_message_over_a_group_is_of_one_form_for_ever():
