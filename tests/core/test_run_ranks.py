@@ -46,14 +46,6 @@ def test_each_rank_has_a_result_of_its_own():
     assert other.tolist() == [0]
 
 
-def test_collectives_may_overlap_and_are_counted():
-    def rank(collectives: ThreadCollectives):
-        pending = [collectives.start_max(np.asarray([collectives.rank + index])) for index in range(3)]
-        return [int(finish()[0]) for finish in reversed(pending)], collectives.calls
-
-    assert run_ranks(2, rank) == [([3, 2, 1], 3)] * 2
-
-
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_raises_wakes_the_others_and_is_what_is_raised(failing: int):
     woken: list[type[BaseException]] = []

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gradscale import InvalidValueError, tree
+from gradscale import tree
 
 
 class Pair(NamedTuple):
@@ -123,13 +123,3 @@ def test_several_trees_are_mapped_together_by_their_keys():
     first = {"a": 1, "b": [2, Layer(3, 4)]}
     second = {"b": (20, Layer(30, 40)), "a": 10}
     assert tree.map_leaves(lambda x, y: x + y, first, second) == {"a": 11, "b": [22, Layer(33, 44)]}
-
-
-def test_trees_of_different_structure_are_refused():
-    pairs: list[tuple[Any, Any]] = [
-        *(([1, 2], [1]), ([1], [1, 2]), ([1], 1), ([[1]], [1]), (Layer(1), Pair(1, 2))),
-        *(({"a": 1}, {"b": 1}), ({"a": 1}, {"a": 1, "b": 2})),
-    ]
-    for first, second in pairs:
-        with pytest.raises(InvalidValueError, match="trees must have one structure, got a "):
-            tree.map_leaves(lambda x, _: x, first, second)

@@ -86,48 +86,36 @@ for scaler in (GradScaler("cpu"), ShardedGradScaler("cpu")):
     assert_type(scaler.step(optimizer, lambda: torch.ones(())), float | None)
 """
 
-# After the examples of torch's pages, and the calls of frameworks.
+# Each call of torch's pages and of frameworks, with what they take it to return.
 TORCHS = """
 from collections.abc import Callable, Iterable
 from typing import Any
 import torch
 from torch.amp import GradScaler
 
-Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
-Closure = Callable[[], float]
+Losses = tuple[torch.Tensor, ...]
+kind: type[torch.amp.GradScaler] = GradScaler
 
 
-def train(model: torch.nn.Module, batches: Batches, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: Losses, *args: Any) -> dict[str, Any]:
     scaler = GradScaler("cpu", init_scale=2.0**14, growth_interval=100, enabled=True)
-    for inputs, targets in batches:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.float16):
-            loss: torch.Tensor = torch.nn.functional.mse_loss(model(inputs), targets)
-        scaled: torch.Tensor = scaler.scale(loss)
-        torch.autograd.backward(scaled)
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        returned: float | None = scaler.step(optimizer)
-        before = scaler.get_scale()
-        scaler.update()
-        skipped: bool = scaler.get_scale() < before
-        print(returned or 0.0, skipped)
-    return scaler.state_dict()
-
-
-def penalty(model: torch.nn.Module, loss: torch.Tensor, scaler: GradScaler) -> torch.Tensor:
-    grads = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
-    return torch.stack([(grad / scaler.get_scale()).pow(2).sum() for grad in grads]).sum().sqrt()
-
-
-def several(scaler: GradScaler, losses: list[torch.Tensor], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    torch.autograd.backward(scaler.scale(losses))
-    pair: tuple[torch.Tensor, ...] = scaler.scale((losses[0], losses[1]))
-    scaled: Iterable[torch.Tensor] = scaler.scale(loss for loss in pair)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update(torch.stack([*scaled]).sum())
+    scaled: torch.Tensor = scaler.scale(losses[0])
+    torch.autograd.backward(scaled)
+    torch.autograd.grad(scaler.scale(losses[0]), list(model.parameters()), create_graph=True)
+    torch.autograd.backward(scaler.scale(list(losses)))
+    pair: Losses = scaler.scale((losses[0], losses[1]))
+    several: Iterable[torch.Tensor] = scaler.scale(loss for loss in pair)
+    unscale: Callable[[torch.optim.Optimizer], None] = scaler.unscale_
+    unscale(optimizer)
+    scaler.unscale_(optimizer)
+    returned: float | None = scaler.step(optimizer, *args, closure=lambda: 0.0)
+    before: float = scaler.get_scale()
+    scaler.update()
+    skipped: bool = scaler.get_scale() < before
+    scaler.update(torch.stack([*several]).sum() / scaler.get_scale())
     scaler.update(new_scale=2.0**10)
+    print(returned or 0.0, skipped)
+    return scaler.state_dict()
 
 
 class Host:
@@ -135,20 +123,13 @@ class Host:
 
     def prepare(self, enabled: bool, state: dict[str, Any]) -> None:
         self.scaler = GradScaler(device="cpu", enabled=enabled) if enabled else None
-        if self.scaler is not None:
+        if self.scaler is not None and self.scaler.is_enabled():
             self.scaler.load_state_dict(state)
             self.scaler.set_growth_factor(self.scaler.get_growth_factor())
             self.scaler.set_growth_interval(self.scaler.get_growth_interval())
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Closure, *args: Any, **kwargs: Any) -> float | None:
-        if self.scaler is None or not self.scaler.is_enabled():
-            return optimizer.step(closure)
-        unscale: Callable[[torch.optim.Optimizer], None] = self.scaler.unscale_
-        unscale(optimizer)
-        return self.scaler.step(optimizer, *args, **kwargs)
-
-
-kind: type[torch.amp.GradScaler] = GradScaler
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        return None if self.scaler is None else self.scaler.step(optimizer, *args, **kwargs)
 """
 
 
