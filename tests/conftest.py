@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from axes import VARIABLE, required
+from axes import VARIABLE, require, required
 from hypothesis import HealthCheck, settings
 from libraries import ROWS, Library, opened
 from tiers import TIERS, choose, examples, is_in, repeats
@@ -46,6 +46,12 @@ def _ranks_end():
     """End the ranks that the tests of a module have shared; an error if they do not end well."""
     yield
     end_ranks()
+
+
+@pytest.fixture
+def cli():
+    """Skip where the command line cannot run."""
+    require("cli")
 
 
 @pytest.fixture
@@ -111,6 +117,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_setup(item: pytest.Item):
+    """Skip a test whose marks name a library that is missing; fail if that is required."""
+    for name in ("torch", "jax", "mlx", "mpi"):
+        if item.get_closest_marker(name) is not None:
+            require(name)
 
 
 def pytest_collection_finish():

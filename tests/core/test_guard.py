@@ -53,6 +53,27 @@ def test_a_group_that_cannot_be_joined_leaves_a_guard_that_decides_alone():
     assert guard.unscale_(optimizer, max_norm=1.0) == 4.0
 
 
+@pytest.mark.parametrize("is_met", [False, True], ids=["new", "used"])
+def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(is_met: bool):
+    scaler, optimizer = GradScaler(init_scale=1024.0, skip=RULE), Tree()
+    for value in (1.0, 1.0, np.inf, 1.0):
+        iterate_plainly(scaler, optimizer, value)
+    guard, other = StepGuard(skip=RULE), Tree()
+    if is_met:
+        iterate_plainly(guard, other, 1.0)
+    saved = scaler.state_dict()
+    guard.load_state_dict(saved)
+    held = guard.state_dict()
+    assert {name: held[name] for name in ("iteration", "counts", "spikes")} == {
+        name: saved[name] for name in ("iteration", "counts", "spikes")
+    }
+    assert iterate_plainly(guard, other, 3.0, 1.0).reason == "stepped"
+    assert (other.grads[0].tolist(), guard.get_scale()) == ([3.0] * 3, 1.0)
+    torchs = {"scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 1}
+    guard.load_state_dict(torchs)
+    assert guard.get_scale() == 1.0
+
+
 # Words.
 
 

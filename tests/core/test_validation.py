@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import Tree
@@ -220,7 +219,6 @@ def test_every_constructor_shows_every_option():
 
 @pytest.mark.torch
 def test_torchs_replacements_show_those_that_they_share():
-    require("torch")
     import gradscale_torch
 
     for constructor in (gradscale_torch.GradScaler, gradscale_torch.ShardedGradScaler):

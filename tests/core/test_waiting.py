@@ -106,6 +106,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 def test_what_the_library_raises_becomes_a_backend_error_and_gives_the_group_up():
     group, given_up = Group(), []
     wait = wait_on(group, given_up, describe=lambda error: f"status {error}")
+    assert wait.run(lambda: 4) == 4
     cause = OSError(7)
     with pytest.raises(
         BackendError, match=r"^Courier failed on rank 1 of 3 while the ranks agreed on a step: status 7$"

@@ -87,7 +87,6 @@ def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld
 @pytest.mark.torch
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_replicated_ranks_that_decide_alone_tell_once(fused: bool):
-    require("torch")
     each(GlooWorld(2), scenarios.callbacks_without_a_group, [(fused,)])
 
 

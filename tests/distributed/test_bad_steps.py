@@ -2,7 +2,6 @@
 
 import bad_step_scenarios as scenarios
 import pytest
-from axes import require
 from worlds import agree
 
 LIBRARIES = ["numpy", pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.tier("ranks")])]
@@ -15,5 +14,4 @@ def test_another_option_on_one_rank_is_named_on_all(world):
 @pytest.mark.parametrize("library", [LIBRARIES[-1], pytest.param("torch fused", marks=LIBRARIES[-1].marks)])
 @pytest.mark.parametrize("bad", ["nan", "inf", "spike", "refused"])
 def test_a_guarded_run_is_to_the_bit_the_run_without_the_bad_batch_of_any_rank(world, bad: str, library: str):
-    require(library.split()[0])
     agree(world, scenarios.guarded, [(rank, bad, library) for rank in range(world.size)])

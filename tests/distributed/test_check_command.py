@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
 from commands import ran
 from scenarios import Around
 from worlds import mpi_command, mpi_environment
@@ -23,7 +22,7 @@ from gradscale import BackendError
 from gradscale.scaler import claim as claims
 from gradscale.testing import ThreadCollectives, run_ranks
 
-pytestmark = pytest.mark.tier("all")
+pytestmark = [pytest.mark.tier("all"), pytest.mark.usefixtures("cli")]
 
 mpi = pytest.mark.mpi
 torch = pytest.mark.torch
@@ -54,14 +53,11 @@ def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command as one process."""
-    require("cli")
     return run(sys.executable, "-m", "gradscale", "check", *arguments, **variables)
 
 
 def launched(group: str, size: int, *arguments: str, fault: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command under mpiexec or torchrun, perhaps with a fault such as ``die:1``."""
-    require("cli")
-    require(group)
     program = [FAULTY, fault] if fault else ["-m", "gradscale", "check"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     command = mpi_command(size, *program) if group == "mpi" else [*torchrun, *program]
@@ -141,8 +137,6 @@ def test_a_fault_under_torchrun_ends_every_rank_and_names_the_one(kind: str, ran
 
 @mpi
 def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others():
-    require("mpi")
-    require("cli")
     mpiexec, _, _, *command = mpi_command(1, "-m", "gradscale", "check", "--group", "mpi", "--timeout", "1")
     absent = [sys.executable, "-c", "import time; time.sleep(60)"]
     completed = run(mpiexec, "-n", "1", *command, ":", "-n", "1", *absent)
@@ -196,7 +190,6 @@ def checked(wrap: Callable[[Any], Any]):
 
 @pytest.mark.tier("quick")
 def test_all_that_is_tried_passes_and_the_late_rank_is_late(monkeypatch: pytest.MonkeyPatch):
-    require("cli")
     sleep, slept = time.sleep, []
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
     page = checked(lambda group: group)
@@ -214,7 +207,6 @@ def test_all_that_is_tried_passes_and_the_late_rank_is_late(monkeypatch: pytest.
     ids=["fails", "deaf"],
 )
 def test_what_all_ranks_fail_at_is_a_problem_of_all(error: Exception | None, stage: str, problem: str):
-    require("cli")
     page = checked(lambda group: Faulty(group, error))
     assert (page["ok"], page["stages"][-1]["name"]) == (False, stage)
     assert [one["rank"] for one in page["problems"]] == [0, 1]
@@ -223,7 +215,6 @@ def test_what_all_ranks_fail_at_is_a_problem_of_all(error: Exception | None, sta
 
 @pytest.mark.tier("quick")
 def test_a_rank_that_waited_for_one_that_failed_is_not_to_blame():
-    require("cli")
     errors = BackendError("some rank never came"), ValueError("the network is down")
     page = checked(lambda group: Faulty(group, errors[group.rank]))
     assert [one["rank"] for one in page["problems"]] == [1]
@@ -231,7 +222,6 @@ def test_a_rank_that_waited_for_one_that_failed_is_not_to_blame():
 
 @pytest.mark.tier("quick")
 def test_the_versions_of_all_ranks_are_in_the_page(capsys: pytest.CaptureFixture[str]):
-    require("cli")
     numbers: list[dict[str, str]] = [{"numpy": "2.1"}, {"numpy": "2.0"}, {}, {"numpy": "2.1"}]
     ranks = [{"rank": i, "host": "here", "pid": 7, "device": "cpu", "versions": each} for i, each in enumerate(numbers)]
     page: dict[str, Any] = {"ok": True, "size": 4, "group": "mpi", "ranks": ranks, "stages": [], "latency_us": None}
@@ -241,7 +231,6 @@ def test_the_versions_of_all_ranks_are_in_the_page(capsys: pytest.CaptureFixture
 
 @mpi
 def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_were_started():
-    require("mpi")
     completed = check("--group", "mpi")
     assert completed.returncode == 0, completed.stderr
     assert "gradscale check over mpi, size 1: nothing to compare, start several ranks" in completed.stdout
@@ -254,8 +243,6 @@ def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_
 
 @mpi
 def test_a_rank_does_not_outlive_the_process_that_has_started_it():
-    require("cli")
-    require("mpi")
     command = [sys.executable, FAULTY, "late:0", "--group", "mpi", "--timeout", "1000"]
     with subprocess.Popen(command, env=mpi_environment() | ENVIRONMENT, stdout=subprocess.PIPE) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -268,7 +255,6 @@ def test_a_rank_does_not_outlive_the_process_that_has_started_it():
 
 @torch
 def test_a_store_that_is_not_there_is_an_error_within_the_timeout():
-    require("torch")
     completed = check("--timeout", "1", RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="9")
     assert completed.returncode == 1
     # Torch tries again and gives up, or the command's own watch is the first to see that it takes too long.
@@ -296,7 +282,6 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch):
     ids=["timeout", "group", "no-launcher", "no-mpiexec", "no-torchrun"],
 )
 def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str):
-    require("cli")
     completed = ran(sys.executable, "-m", "gradscale", "check", *arguments, **ENVIRONMENT)
     assert completed.returncode == 2
     assert said in " ".join(completed.stderr.replace("│", " ").split())
@@ -306,8 +291,6 @@ def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str):
 @pytest.mark.tier("ranks")
 @pytest.mark.usefixtures("_no_launcher")
 def test_a_rank_that_dies_before_it_joins_says_who_it_is(tmp_path: Path):
-    require("mpi")
-    require("cli")
     kill = f"os.kill(os.getpid(), {signal.SIGKILL:d})"
     (tmp_path / "sitecustomize.py").write_text(
         f"import os, sys\nif 'gradscale.tools.cli.check_rank' in sys.orig_argv: {kill}"

@@ -17,7 +17,6 @@ LIBRARIES = ["numpy", *(pytest.param(name, marks=pytest.mark.torch) for name in 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, library: str):
-    require(library.split()[0])
     found = [what for what in scenarios.DIFFERENCES if library == "numpy" or not what.startswith("norm")]
     ranks = range(world.size)
     cases = [(rank, what, (number + rank) % 3, library) for number, what in enumerate(found) for rank in ranks]
@@ -26,7 +25,6 @@ def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, lib
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_scalers_of_a_group_in_another_order_on_one_rank_are_named_on_every_rank(world: World, library: str):
-    require(library.split()[0])
     agree(world, scenarios.swapped_scalers, [(odd_rank, library) for odd_rank in range(world.size)])
 
 
@@ -41,7 +39,6 @@ def test_ranks_that_differ_and_send_other_messages_are_told_so(processes: Proces
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("program", [*scenarios.ANSWERED, "diagnosis"])
 def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(program: str, size: int):
-    require("torch")
     cases = [(odd_rank, program, library) for odd_rank in range(size) for library in ("numpy", "torch")]
     agree(GlooWorld(size), scenarios.interleaved, cases)
 
@@ -49,7 +46,6 @@ def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(program:
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("scenario", [scenarios.legal, scenarios.resumed, scenarios.pipelined])
 def test_what_ranks_may_do_apart_is_no_error(world: World, scenario, library: str):
-    require(library.split()[0])
     agree(world, scenario, [(rank, library) for rank in range(world.size)])
 
 
@@ -68,7 +64,6 @@ def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(wo
 
 @pytest.mark.parametrize("kind", ["numpy", pytest.param("torch", marks=pytest.mark.torch), "list", "agreement"])
 def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWorld, kind: str):
-    require("torch" if kind == "torch" else "numpy")
     versions = ("99.1.2.dev3", "0.0.7", f"{gradscale.__version__}+patched")
     cases = [(odd_rank, other, kind) for other in versions for odd_rank in range(processes.size)]
     agree(processes, scenarios.other_version, cases)

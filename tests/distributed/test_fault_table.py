@@ -6,7 +6,6 @@ from pathlib import Path
 
 import fault_scenarios
 import pytest
-from axes import require
 from fault_scenarios import FAULTS
 from worlds import Failure, GlooWorld, MPIWorld, ProcessWorld, mpi_command, mpi_environment
 
@@ -39,7 +38,6 @@ def answers_of(world: ProcessWorld, name: str, faulty_rank: int, kind: str, fold
 def test_a_fault_is_an_error_on_every_living_rank_or_harmless(
     world: ProcessWorld, kind: str, name: str, tmp_path: Path
 ):
-    require("mpi" if isinstance(world, MPIWorld) else "torch")
     for faulty_rank in range(world.size):
         (folder := tmp_path / str(faulty_rank)).mkdir()
         answers = answers_of(world, name, faulty_rank, kind, folder)

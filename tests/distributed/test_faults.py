@@ -4,7 +4,6 @@ from pathlib import Path
 
 import fault_scenarios
 import pytest
-from axes import require
 from worlds import Failure, GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree
 
 World = ThreadWorld | ProcessWorld
@@ -60,5 +59,4 @@ def test_all_ranks_suspended_for_longer_than_the_timeout_go_on(processes: Proces
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("kind", ["numpy", pytest.param("torch", marks=pytest.mark.torch)])
 def test_a_child_after_fork_is_refused_and_its_parents_go_on(processes: ProcessWorld, kind: str):
-    require(kind)
     agree(processes, fault_scenarios.forked, [(1, kind)])

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from axes import require
 from commands import python
 from tiers import later
 
@@ -30,7 +29,6 @@ def run_processes(size: int):
 
 @pytest.mark.parametrize("size", [2, *later("all", 3)])
 def test_processes_skip_together_and_find_one_that_has_drifted(size: int):
-    require("jax")
     results = run_processes(size)
     for rank, found in enumerate(results):
         clean = found.pop("clean")

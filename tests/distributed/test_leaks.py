@@ -4,7 +4,6 @@ import ctypes
 from pathlib import Path
 
 import pytest
-from axes import require
 from commands import python
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("all")]
@@ -57,7 +56,6 @@ needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), re
 @needs_glibc
 @pytest.mark.parametrize("leak", ["none", "memory of C"])
 def test_a_run_over_gloo_keeps_nothing_of_an_iteration_and_what_was_kept_would_be_seen(tmp_path: Path, leak: str):
-    require("torch")
     completed = python("-c", PROGRAM, tmp_path / "store", leak, OMP_NUM_THREADS="1", seconds=280)
     assert completed.returncode == 0, completed.stderr
     blocks, size = map(int, completed.stdout.split())

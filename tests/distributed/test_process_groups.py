@@ -35,7 +35,6 @@ def test_messages_never_meet_the_users_own(processes: ProcessWorld):
     ],
 )
 def test_a_list_of_groups_reaches_every_rank_of_a_grid(world: ProcessWorld, kinds: list[str]):
-    require("mpi" if isinstance(world, MPIWorld) else "torch")
     agree(world, scenarios.grid, [(bad_rank, kind) for bad_rank in range(4) for kind in kinds])
 
 
@@ -89,7 +88,6 @@ sys.stdout.write("survived\\n")
 @pytest.mark.parametrize("how", ["not initialised", "finalized"])
 @pytest.mark.parametrize("size", [None, 1, 2], ids=["without mpiexec", "1 rank", "2 ranks"])
 def test_without_mpi_a_scaler_is_refused_and_the_process_lives(size: int | None, how: str):
-    require("mpi")
     program = ["-c", WITHOUT_MPI, how]
     command = [sys.executable, *program] if size is None else mpi_command(size, *program)
     completed = ran(*command, **(mpi_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}))
@@ -105,14 +103,12 @@ def test_without_mpi_a_scaler_is_refused_and_the_process_lives(size: int | None,
     "shape", [(2, 1), (2, 2), *later("all", (2,), (4,), (1, 2, 2))], ids=lambda shape: "x".join(map(str, shape))
 )
 def test_a_mesh_of_any_dimensions_is_one_group_of_all_its_ranks(shape: tuple[int, ...]):
-    require("torch")
     size = math.prod(shape)
     agree(GlooWorld(size), scenarios.mesh_of_the_world, [(shape, bad_rank) for bad_rank in range(size)])
 
 
 @torch_only
 def test_dimensions_of_a_mesh_that_do_not_cover_the_world_agree_among_themselves():
-    require("torch")
     agree(GlooWorld(4), scenarios.part_of_a_mesh, [(0,), (3,)])
 
 
@@ -129,7 +125,6 @@ def test_groups_of_torch_that_end_or_do_not_come(gloo: GlooWorld, scenario, tmp_
 @torch_only
 @pytest.mark.tier("quick")
 def test_torch_is_given_the_timeout_as_it_is_and_one_that_its_clock_holds_for_ever():
-    require("torch")
     from gradscale_torch.groups import seconds
 
     assert seconds(1800.0) == 1800.0
@@ -139,7 +134,6 @@ def test_torch_is_given_the_timeout_as_it_is_and_one_that_its_clock_holds_for_ev
 
 @torch_only
 def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_may_try_again(tmp_path: Path):
-    require("torch")
     for late_rank in (0, 1):
         (folder := tmp_path / str(late_rank)).mkdir()
         agree(GlooWorld(3), scenarios.late_member_of_a_mesh, [(late_rank, str(folder))])
@@ -149,7 +143,6 @@ def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_
 @pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("bad", [200, 40_000])
 def test_only_the_order_of_starts_matters_and_each_agreement_is_one_reduction(size: int, bad: int):
-    require("torch")
     agree(GlooWorld(size), scenarios.finished_in_another_order, [(bad,)])
 
 
@@ -234,7 +227,6 @@ PROGRAMS: list[tuple[str, str, float, str, str]] = [
 def test_a_program_that_is_interrupted_or_left_alone_ends_with_what_went_wrong(
     tmp_path: Path, kind: str, how: str, timeout: float, said: str
 ):
-    require("torch" if kind == "gloo" else kind)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     arguments = [str(program), kind, how, str(timeout), str(tmp_path)]

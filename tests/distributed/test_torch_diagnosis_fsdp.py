@@ -4,7 +4,7 @@ import importlib
 
 import diagnoses
 import pytest
-from axes import leave_out_fsdp2, require
+from axes import leave_out_fsdp2
 from tiers import later
 from worlds import GlooWorld, agree, each
 
@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 @pytest.fixture(autouse=True)
 def scenarios():
     """Return what the ranks do."""
-    require("torch")
     return importlib.import_module("torch_diagnosis_scenarios")
 
 

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from axes import require
 from commands import python, ran
 
 import gradscale
 
-pytestmark = pytest.mark.tier("all")
+pytestmark = [pytest.mark.tier("all"), pytest.mark.usefixtures("cli")]
 
 COMMANDS = ("doctor", "check", "simulate")
 
@@ -23,7 +22,6 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_help_has_examples_its_paragraphs_end_where_the_terminal_does_and_flags_take_no_value(command: str):
-    require("cli")
     completed = run(*command.split(), "--help")
     assert completed.returncode == 0, completed.stderr
     assert f"Usage: gradscale {command}".strip() in completed.stdout
@@ -37,7 +35,6 @@ def test_every_help_has_examples_its_paragraphs_end_where_the_terminal_does_and_
 
 
 def test_the_script_and_the_module_are_the_same_program():
-    require("cli")
     script = Path(sys.executable).with_name("gradscale")
     assert script.exists()
     for completed in (ran(script, "--version"), run("--version")):
@@ -49,7 +46,6 @@ def test_the_script_and_the_module_are_the_same_program():
     "arguments", [["doctor", "--help"], ["doctor", "numpy,fast"], ["simulate", "CO", "-p", "torch"]]
 )
 def test_off_a_terminal_a_page_is_as_wide_as_it_is_told(arguments: list[str], columns: int):
-    require("cli")
     lines = run(*arguments, COLUMNS=str(columns)).stdout.splitlines()
     assert lines
     assert max(map(len, lines)) <= columns
@@ -59,7 +55,6 @@ def test_off_a_terminal_a_page_is_as_wide_as_it_is_told(arguments: list[str], co
 
 @pytest.mark.tier("quick")
 def test_a_column_that_stays_empty_is_left_out(capsys: pytest.CaptureFixture[str]):
-    require("cli")
     from gradscale.tools.cli.output import console, table
 
     console().print(table(("what", "version", "details"), [("a", "", "one"), ("b", "", "")]))
@@ -69,7 +64,6 @@ def test_a_column_that_stays_empty_is_left_out(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.tier("quick")
 def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    require("cli")
     from gradscale.tools.cli import app
 
     def ended(**_: object):

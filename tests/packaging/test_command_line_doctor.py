@@ -5,13 +5,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from axes import require
 from commands import python
 
 import gradscale
 from gradscale.extras import remedy
 
-pytestmark = pytest.mark.tier("all")
+pytestmark = [pytest.mark.tier("all"), pytest.mark.usefixtures("cli")]
 
 # Modules of third-party adapters, and the reasons why they are broken.
 BROKEN = {
@@ -35,7 +34,6 @@ LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    require("cli")
     usual = {"COLUMNS": "300", "GRADSCALE_NUMPY_FAST": "0"}
     return python("-m", "gradscale", "doctor", *arguments, **(usual | environment))
 
@@ -73,7 +71,6 @@ def test_numpy_works_and_is_used():
 
 @pytest.mark.tier("quick")
 def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    require("cli")
     from gradscale.tools.cli import doctor as command
     from gradscale.tools.cli.probe import find
 
@@ -94,7 +91,6 @@ def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypat
 @pytest.mark.tier("quick")
 @pytest.mark.parametrize(("required", "code"), [("", 0), ("numpy", 1)])
 def test_what_is_missing_matters_only_if_it_is_required(monkeypatch: pytest.MonkeyPatch, required: str, code: int):
-    require("cli")
     import typer
 
     from gradscale.tools.cli import doctor as command
@@ -116,7 +112,6 @@ def test_what_is_missing_matters_only_if_it_is_required(monkeypatch: pytest.Monk
     ],
 )
 def test_a_library_is_used_and_shows_what_it_has(library: str, name: str, details: set[str]):
-    require(library)
     completed = doctor(library, "--json", "--require", f"numpy,{library}")
     assert completed.returncode == 0, completed.stderr
     found = rows(completed)[name]["details"]
@@ -170,8 +165,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_known(arguments: tuple[str, 
 @pytest.mark.mpi
 @pytest.mark.parametrize("command", [("doctor", "numpy", "--json"), ("check", "--group", "mpi", "--json")], ids=str)
 def test_modules_of_the_working_directory_are_not_run(command: tuple[str, ...], tmp_path: Path):
-    require("cli")
-    require("mpi")
     (tmp_path / "numpy.py").write_text("import pathlib\npathlib.Path('was_run').touch()\n")
     completed = python("-m", "gradscale", *command, folder=tmp_path, GRADSCALE_NUMPY_FAST="0")
     assert not (tmp_path / "was_run").exists()

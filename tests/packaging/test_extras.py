@@ -183,7 +183,6 @@ def test_a_missing_library_is_found_before_anything_is_imported():
 
 @pytest.mark.mpi
 def test_mpi4py_without_an_mpi_says_what_brings_one():
-    require("mpi")
     completed = python("-c", "import gradscale_numpy.mpi", MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert completed.stderr.splitlines()[-1] == (
         "gradscale.errors.BackendNotAvailableError: gradscale_numpy.mpi needs an MPI library, got: cannot load MPI "

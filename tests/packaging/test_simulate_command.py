@@ -14,11 +14,10 @@ from optimizers import Tree
 
 import gradscale
 
-pytestmark = pytest.mark.numpy
+pytestmark = [pytest.mark.numpy, pytest.mark.usefixtures("cli")]
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    require("cli")
     from typer.testing import CliRunner
 
     from gradscale.tools.cli.app import app
@@ -165,7 +164,6 @@ def test_a_run_that_a_policy_ends_says_where():
 
 
 def test_a_dash_is_the_log_on_stdin():
-    require("cli")
     rows = "".join(f'{{"skipped": {value}}}\n' for value in ("true", "false", "true"))
     command = [sys.executable, "-m", "gradscale", "simulate", "-", "--json"]
     ended = subprocess.run(command, input=rows, capture_output=True, text=True, timeout=60, check=False)

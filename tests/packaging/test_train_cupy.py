@@ -99,13 +99,11 @@ with Ranks() as world:
 
 
 @pytest.fixture(autouse=True)
-def libraries(request: pytest.FixtureRequest):
+def libraries():
     require("examples")
     require_cupy()
     # Of a device the matrices are its own.
     launch_counter()
-    if request.node.get_closest_marker("mpi"):
-        require("mpi")
 
 
 def launch(
