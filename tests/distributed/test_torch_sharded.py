@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 import pytest
-from axes import is_torch_2_6, leave_out_fsdp2, require
+from axes import is_torch_2_6, leave_out_fsdp2
 from tiers import later
 from worlds import GlooWorld, agree
 
@@ -20,12 +20,6 @@ ONCE: list[tuple[Any, ...]] = [
     *(("two_meshes", None, kind, 0, is_given) for kind in MESHES for is_given in (False, True)),
     *(("clip_of_two_meshes", kind) for kind in (*MESHES[:3], "plain")),
 ]
-
-
-@pytest.fixture(autouse=True)
-def torch():
-    """Return torch."""
-    return require("torch")
 
 
 @pytest.fixture
