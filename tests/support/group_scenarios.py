@@ -49,11 +49,6 @@ def start_largest(group) -> Callable[[], list[int]]:
     return lambda: (work.wait(), tensor.tolist())[1]
 
 
-def collectives_of(group, timeout: float = 20.0):
-    """Return the collectives over a group."""
-    return registry.collectives_for(group, timeout)
-
-
 def refused(group, kind: type[Exception], *said: str):
     """Assert that something cannot be the group of a scaler."""
     raised(kind, lambda: gradscale.ShardedGradScaler(group=group, timeout=0.5), *said)
@@ -114,7 +109,7 @@ def after_a_timeout(group, late_rank: int, folder: str):
     others_way = fresh(group)
     skips(group, True)
     scaler = gradscale.ShardedGradScaler(group=group, timeout=0.5)
-    earlier = collectives_of(group, 0.5)
+    earlier = registry.collectives_for(group, 0.5)
     if rank == late_rank:
         # It meets the messages of the others, and knows nothing of their timeout.
         wait_for(folder, "gave up", size - 1)
@@ -139,7 +134,7 @@ def after_a_timeout(group, late_rank: int, folder: str):
 def arrays(group) -> list[list[int]]:
     """Reduce arrays of any layout, and nothing but 1-d int32."""
     rank, _ = rank_and_size(group)
-    collectives = collectives_of(group)
+    collectives = registry.collectives_for(group, 20.0)
     array = np.arange(10, dtype=np.int32) + np.int32(rank)
     array.flags.writeable = False
     offered: list[Any] = [array, array[::3], array[::-3]]
@@ -191,7 +186,7 @@ def what_is_no_communicator(comm):
 @alone
 def dropped_by_mpi(comm):
     """Start a reduction and forget it before the other ranks have come; MPI still needs its memory."""
-    collectives = collectives_of(comm, 5.0)
+    collectives = registry.collectives_for(comm, 5.0)
     for rank in range(comm.size):
         if comm.rank == rank:
             sent = np.zeros(3, dtype=np.int32)
@@ -218,7 +213,7 @@ def mesh_of_the_world(group, shape: tuple[int, ...], bad_rank: int):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
-    collectives = collectives_of(mesh)
+    collectives = registry.collectives_for(mesh, 20.0)
     assert (collectives.rank, collectives.size, collectives.identity) == (group.rank(), group.size(), group)
     skips(mesh, group.rank() == bad_rank)
 
@@ -229,7 +224,7 @@ def part_of_a_mesh(group, bad_rank: int):
 
     rank = group.rank()
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))["b", "c"]
-    first, second = collectives_of(mesh), collectives_of(mesh)
+    first, second = registry.collectives_for(mesh, 20.0), registry.collectives_for(mesh, 20.0)
     skips(mesh, rank == bad_rank, rank // 2 == bad_rank // 2)
     assert first.size == 2
     assert first.identity is second.identity is not group
@@ -317,7 +312,7 @@ def two_under_way_time_out(group, folder: str):
     if group.rank() == 0:
         wait_for(folder, "gave up", group.size() - 1)
         return
-    collectives = collectives_of(group, 0.5)
+    collectives = registry.collectives_for(group, 0.5)
     first, second = collectives.start_max(vector(1)), collectives.start_max(vector(2))
     raised(gradscale.CollectiveTimeoutError, first)
     for finish in (second, first, second):
@@ -349,7 +344,7 @@ def dropped_by_torch(group):
 
     from gradscale_torch import groups as adapter
 
-    collectives = collectives_of(group)
+    collectives = registry.collectives_for(group, 20.0)
     for rank in range(group.size()):
         if group.rank() == rank:
             for value in range(20):
@@ -404,7 +399,7 @@ def polled(group, folder: str):
     import torch
 
     rank, size = group.rank(), group.size()
-    collectives = collectives_of(group, 1.0)
+    collectives = registry.collectives_for(group, 1.0)
     collectives._carriers = {"cpu": "ucc"}
     check_collectives(collectives, torch.zeros(()), repetitions=20)
     pending = collectives.start_max(vector(rank))

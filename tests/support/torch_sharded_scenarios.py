@@ -20,17 +20,8 @@ def make_optimizer(parameters: Sequence[Tensor], **options):
     """Return an SGD that counts, in ``real_steps``, how often it has been called."""
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, **options)
     optimizer.real_steps = 0
-
-    def count(*_):
-        optimizer.real_steps += 1
-
-    optimizer.register_step_post_hook(count)
+    optimizer.register_step_post_hook(lambda one, *_: setattr(one, "real_steps", one.real_steps + 1))
     return optimizer
-
-
-def loss() -> Tensor:
-    """Return a loss."""
-    return torch.ones(())
 
 
 # DTensors, and the plain scaler.
@@ -61,7 +52,7 @@ def no_gradient_of_a_mesh(group, empty_rank: int, max_norm: float | None):
     scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
     parameter = sharded(init_device_mesh("cpu", (size,)), None if rank == empty_rank else 4.0)
     optimizer = make_optimizer([parameter])
-    scaler.scale(loss())
+    scaler.scale(torch.ones(()))
     if max_norm is not None:
         norm = scaler.unscale_(optimizer, max_norm=max_norm).item()
         assert math.isclose(norm, expected, rel_tol=1e-5)
@@ -102,7 +93,7 @@ def two_meshes(group, bad_rank: int | None, kind: str, which: int, is_given: boo
         for one, value in zip(parameters, values, strict=True):
             one.grad.to_local().fill_(value)  # type: ignore[union-attr]
         before = started()
-        scaler.scale(loss())
+        scaler.scale(torch.ones(()))
         scaler.step(optimizer)
         scaler.update()
         assert [local(one.grad) for one in parameters] == [[value / 4.0] * 2 for value in values]
@@ -122,7 +113,7 @@ def clip_of_two_meshes(group, kind: str):
         parameters[1] = torch.nn.Parameter(torch.ones(2))
         parameters[1].grad = torch.full((2,), 4.0)
     optimizer = make_optimizer(parameters, foreach=False)
-    scaler.scale(loss())
+    scaler.scale(torch.ones(()))
     if kind != "same":
         said = ("plain",) if kind == "plain" else ("spread over the same ranks", "clip_grad_norm_")
         raised(gradscale.InvalidValueError, lambda: scaler.unscale_(optimizer, max_norm=0.5), *said)
