@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import Library
-from runs import start
+from runs import scales, start
 from tiers import examples
 
-from gradscale import DynamicScale, InvalidValueError, ScaleState
+from gradscale import DynamicScale, InvalidValueError, ScaleState, StaticScale
 from gradscale.policies.dynamic import next_numbers
 
 # Pure functions, and many calls of them; see conftest.py.
@@ -116,6 +116,15 @@ def test_any_run_of_any_policy_from_any_state_is_that_of_plain_numbers(arrays: L
 def test_an_interval_must_fit_its_tracker():
     with pytest.raises(InvalidValueError, match="growth_interval"):
         DynamicScale(growth_interval=MOST, growth_after="interval_plus_one")
+
+
+def test_a_static_scale_never_changes(arrays: Library):
+    policy = StaticScale(init_scale=128.0)
+    assert scales(arrays, policy, "COCO") == [128.0] * 4
+    state = start(arrays, policy)
+    assert policy.backoff(state) is state
+    assert policy.at_min_scale(state) is None
+    assert policy.clamp(3.0) == 3.0
 
 
 def test_the_state_stays_on_the_device_of_the_array_it_was_made_like(strict: Library):
