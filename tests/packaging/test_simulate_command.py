@@ -54,6 +54,13 @@ def test_a_preset_that_is_like_none_is_answered_with_all_of_them_and_no_guess():
     assert "did you mean" not in output
 
 
+@pytest.mark.tier("all")
+def test_the_help_says_which_kinds_of_picture_there_are():
+    code, output = run("--help")
+    assert code == 0
+    assert ".png, .svg or .pdf" in " ".join(output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
