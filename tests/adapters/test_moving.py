@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from axes import require
-from batches import Batch, Case
 from recipe_blocks import INTEROP, blocks_on, run_on
+from worlds import GlooWorld, each
 
 from gradscale import presets
 
@@ -66,25 +66,15 @@ def test_from_apex_it_skips_and_goes_on_with_a_saved_state(capsys: pytest.Captur
     assert "growth_interval = 2000" in capsys.readouterr().out
 
 
-def cases(_: int) -> list[Case]:
-    """Return what is asked of a world of two ranks."""
-    return [(system, OVERFLOWS, bad_rank) for system in ("deepspeed", "megatron") for bad_rank in (0, 1)]
-
-
-BATCH = Batch("moving_scenarios", cases)
-
-
 @pytest.mark.torch
-@pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("system", ["deepspeed", "megatron"])
-def test_from_a_system_of_several_ranks_both_skip(system: str, bad_rank: int):
-    answers = BATCH.answer(2, system, OVERFLOWS, bad_rank)
-    assert answers[0] == answers[1]
-    answer = answers[0]
-    # Of three overflows the first is tolerated.
-    assert (answer["skipped"], answer["scale"], answer["steps"]) == (list(OVERFLOWS), 2.0**14, 5)
-    assert answer["dtypes"] == {"torch.float32"}
-    assert answer["loaded"] == [512.0, 5, 1]
+def test_from_a_system_of_several_ranks_both_skip(system: str):
+    scenario = importlib.import_module("moving_scenarios").moved
+    for _, answers in each(GlooWorld(2), scenario, [(system, OVERFLOWS, bad_rank) for bad_rank in (0, 1)]):
+        for answer in answers:
+            # Of three overflows the first is tolerated.
+            assert (answer["skipped"], answer["scale"], answer["steps"]) == (list(OVERFLOWS), 2.0**14, 5)
+            assert (answer["dtypes"], answer["loaded"]) == ({"torch.float32"}, [512.0, 5, 1])
 
 
 def jax_names():

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from axes import require
 from axes_torch import gradscale_torch, torch
-from batches import Batch
 from recipe_blocks import GUARD_PAGE, run_on
+from worlds import GlooWorld, each
 
 import gradscale
 
@@ -34,27 +34,19 @@ def test_the_loop_of_one_process_skips_a_spike():
     assert skipped == [(SPIKE, "spike", 0)]
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("name", ["guard_ddp", "guard_fsdp2", "torchtitan"])
-def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str, bad_rank: int):
+def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str):
     if name == "torchtitan":
         require("torchtitan")
-    case = (name, (SPIKE,), bad_rank)
-    answers = Batch("spike_recipe_scenarios", lambda _: [case]).answer(2, *case)
-    assert answers[0] == answers[1]
-    answer = answers[0]
-    assert answer["skipped"] == [(SPIKE, "spike")]
-    assert answer["steps"] == {BATCHES - 1.0}
-    assert (answer["scale"], answer["counts"]["spike"]) == (1.0, 1)
-    if name == "guard_ddp":
-        assert answer["followed"] == (BATCHES - 1, BATCHES - 1)
-    if name == "torchtitan":
-        # The warm-up's next step is the 72nd of a hundred.
-        assert answer["rates"] == pytest.approx([0.01 * 72 / 100])
-
-
-@pytest.mark.parametrize("name", ["guard_ddp", "guard_fsdp2"])
-def test_a_run_without_spikes_makes_every_step(name: str):
-    case = (name, (), 0)
-    for answer in Batch("spike_recipe_scenarios", lambda _: [case]).answer(2, *case):
-        assert (answer["skipped"], answer["steps"]) == ([], {float(BATCHES)})
+    scenario = importlib.import_module("spike_recipe_scenarios").guarded
+    cases = [(name, (SPIKE,), 0), (name, (SPIKE,), 1), *[(name, (), 0)] * (name != "torchtitan")]
+    for (_, spikes, _), answers in each(GlooWorld(2), scenario, cases):
+        answer, steps = answers[0], BATCHES - len(spikes)
+        assert answer == answers[1]
+        assert (answer["skipped"], answer["steps"]) == ([(SPIKE, "spike")] * len(spikes), {float(steps)})
+        assert (answer["scale"], answer["counts"]["spike"]) == (1.0, len(spikes))
+        if name == "guard_ddp":
+            assert answer["followed"] == (steps, steps)
+        if name == "torchtitan":
+            # The warm-up's next step is the 72nd of a hundred.
+            assert answer["rates"] == pytest.approx([0.01 * 72 / 100])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from axes import require
 from axes_torch import GradScaler, torch
-from batches import Batch, Case
 from hosts import Loader
 from recipe_blocks import TORCH_PAGE, blocks_on
+from worlds import GlooWorld, each
 
 pytestmark = [
     pytest.mark.torch,
@@ -33,19 +33,6 @@ NAMES = {
 # The first micro-batch of the second batch, and the last one of the fourth.
 MICRO_OVERFLOWS = (5, 16)
 PARTS = range(4)  # of the pipeline, two on each of two ranks
-
-
-def cases(size: int) -> list[Case]:
-    """Return what is asked of a world of some ranks."""
-    return [
-        *(("actor", MICRO_OVERFLOWS, bad_rank) for bad_rank in range(size)),
-        *(("ddp", OVERFLOWS, bad_rank) for bad_rank in range(size)),
-        *(("pipeline", MICRO_OVERFLOWS, bad_part) for bad_part in PARTS),
-        ("pipeline", (), 0),
-    ]
-
-
-BATCH = Batch("recipe_scenarios", cases)
 
 
 def common(overflows: tuple[int, ...] = OVERFLOWS):
@@ -210,31 +197,29 @@ def test_sam_in_two_steps_is_sam_in_float32_without_the_batches_that_overflow(ba
     torch.testing.assert_close(list(given["model"].parameters()), list(model.parameters()), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_replicas_skip_together_and_the_schedule_advances_with_steps_that_were_made(bad_rank: int):
-    answers = BATCH.answer(2, "ddp", OVERFLOWS, bad_rank)
-    assert answers[0] == answers[1]
-    answer = answers[0]
-    assert answer["skipped"] == list(OVERFLOWS)
-    assert answer["steps"] == {5.0}
-    assert answer["advanced"] == 5
-    assert answer["scale"] == 2.0**13
+def on_two_ranks(scenario, *cases: tuple[Any, ...]):
+    """Yield what both ranks say, the same, of each case; the one with the overflow comes last."""
+    for case, answers in each(GlooWorld(2), scenario, [(*case, bad_rank) for case in cases for bad_rank in (0, 1)]):
+        assert answers[0] == answers[1], case
+        yield answers[0]
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_the_actor_skips_on_both_ranks_whole_batches(bad_rank: int):
-    answers = BATCH.answer(2, "actor", MICRO_OVERFLOWS, bad_rank)
-    assert answers[0] == answers[1]
-    answer = answers[0]
-    assert answer["skipped"] == [2, 4]
-    assert answer["scale"] == 2.0**14
-    assert answer["dtypes"] == {"torch.float16"}
-    assert answer["masters"] == answer["moments"] == {"torch.float32"}
+def test_replicas_skip_together_and_the_schedule_advances_with_steps_that_were_made():
+    for answer in on_two_ranks(recipes.ddp, (OVERFLOWS,)):
+        assert (answer["skipped"], answer["scale"]) == (list(OVERFLOWS), 2.0**13)
+        assert (answer["steps"], answer["advanced"]) == ({5.0}, 5)
+
+
+def test_the_actor_skips_on_both_ranks_whole_batches():
+    for answer in on_two_ranks(recipes.actor, (MICRO_OVERFLOWS,)):
+        assert (answer["skipped"], answer["scale"]) == ([2, 4], 2.0**14)
+        assert answer["dtypes"] == {"torch.float16"}
+        assert answer["masters"] == answer["moments"] == {"torch.float32"}
 
 
 def test_dcp_saves_and_loads_the_scaler(tmp_path: Path):
-    batch = Batch("recipe_scenarios", lambda _: [("checkpoint", str(tmp_path / "dcp"))])
-    for answer in batch.answer(2, "checkpoint", str(tmp_path / "dcp")):
+    ((_, answers),) = each(GlooWorld(2), recipes.checkpoint, [(str(tmp_path / "dcp"),)])
+    for answer in answers:
         assert answer["before"] == answer["after"]
         assert (answer["after"]["scale"], answer["after"]["growth_interval"]) == (2.0**15, 400)
 
@@ -271,8 +256,8 @@ def test_fabric_skips_holds_the_schedule_and_saves(tmp_path: Path):
 
 def test_accelerates_checkpoint_of_fsdp2_leaves_the_scaler_as_it_was_if_it_is_loaded_last(tmp_path: Path):
     require("accelerate")
-    case = ("accelerate_fsdp2", str(tmp_path / "state"))
-    for answer in Batch("recipe_scenarios", lambda _: [case]).answer(2, *case):
+    ((_, answers),) = each(GlooWorld(2), recipes.accelerate_fsdp2, [(str(tmp_path / "state"),)])
+    for answer in answers:
         assert (answer["saved"]["scale"], answer["saved"]["_growth_tracker"]) == (1024.0, 1)
         # Once it is not, the page need not say so.
         assert (answer["loaded"]["scale"], answer["loaded"]["_growth_tracker"]) == (2048.0, 0)
@@ -362,25 +347,19 @@ def test_the_optimizers_of_a_container_skip_together():
     assert names["scaler"].get_scale() == 2.0**13
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_torchtitans_optimizers_skip_together_on_both_ranks_and_its_schedules_hold(bad_rank: int):
+def test_torchtitans_optimizers_skip_together_on_both_ranks_and_its_schedules_hold():
     require("torchtitan")
-    batch = Batch("recipe_scenarios", lambda _: [("torchtitan", OVERFLOWS, bad_rank)])
-    answers = batch.answer(2, "torchtitan", OVERFLOWS, bad_rank)
-    assert answers[0] == answers[1]
-    answer = answers[0]
-    assert answer["skipped"] == list(OVERFLOWS)
-    assert answer["fused"] == [True, False]
-    assert answer["steps"] == {5.0}
-    # The warm-up's next step is the sixth of eight.
-    assert answer["rates"] == pytest.approx([0.01 * 6 / 8] * 2)
-    assert answer["scale"] == 2.0**13
+    for answer in on_two_ranks(recipes.torchtitan, (OVERFLOWS,)):
+        assert (answer["skipped"], answer["scale"]) == (list(OVERFLOWS), 2.0**13)
+        assert (answer["fused"], answer["steps"]) == ([True, False], {5.0})
+        # The warm-up's next step is the sixth of eight.
+        assert answer["rates"] == pytest.approx([0.01 * 6 / 8] * 2)
 
 
 @pytest.mark.parametrize("bad_part", [None, *PARTS])
 def test_all_stages_of_a_pipeline_skip_when_one_part_of_one_overflows(bad_part: int | None):
     skipped = [] if bad_part is None else [2, 4]
-    answers = BATCH.answer(2, "pipeline", MICRO_OVERFLOWS if skipped else (), bad_part or 0)
+    ((_, answers),) = each(GlooWorld(2), recipes.pipeline, [(MICRO_OVERFLOWS if skipped else (), bad_part or 0)])
     assert [answer["skipped"] for answer in answers] == [skipped] * 2
     for rank, answer in enumerate(answers):
         assert answer["local"] == (skipped if (bad_part or 0) % 2 == rank else [])

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from recipe_blocks import INTEROP, run_on
 from recipe_scenarios import granted
 
-__all__ = ["run_case"]
+__all__ = ["moved"]
 
 
-def run_case(group, system: str, overflows: tuple[int, ...], bad_rank: int):
+def moved(group, system: str, overflows: tuple[int, ...], bad_rank: int):
     """Run the lines after of a page, in which one rank overflows, and those that load a saved state."""
     given, page = granted(overflows if dist.get_rank(group) == bad_rank else ()), INTEROP / f"{system}.md"
     names = run_on(page, "after", **given, group=group)

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from gradscale_torch import GradScaler
 
 __all__ = [
-    *("BATCHES", "FEATURES", "Losses", "granted", "made_loader", "made_model", "made_parts", "overflowing", "pairs"),
-    *("run_block", "run_case", "sharded_by_torchtitan"),
+    *("BATCHES", "FEATURES", "Losses", "accelerate_fsdp2", "actor", "checkpoint", "ddp", "granted", "made_loader"),
+    *("made_model", "made_parts", "overflowing", "pairs", "pipeline", "run_block", "sharded_by_torchtitan"),
+    "torchtitan",
 ]
 
 BATCHES, FEATURES = 8, 6
@@ -94,11 +95,6 @@ def granted(overflows: Collection[int]):
 def run_block(name: str, **given):
     """Run a block of the page with these names, and return all names that there are then."""
     return run_on(TORCH_PAGE, name, **{"loader": made_loader(), "loss_of": Losses()} | given)
-
-
-def run_case(group, name: str, *args):
-    """Run the scenario of this name."""
-    return globals()[name](group, *args)
 
 
 def left(scaler) -> dict[str, Any]:

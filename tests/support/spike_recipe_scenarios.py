@@ -12,13 +12,13 @@ from recipe_scenarios import Losses, made_loader, made_model, sharded_by_torchti
 import gradscale
 from gradscale_torch import StepGuard
 
-__all__ = ["Losses", "made_loader", "made_model", "run_case"]
+__all__ = ["Losses", "guarded", "made_loader", "made_model"]
 
 BATCHES = 72  # more than half a window
 PAGES = {"guard_ddp": GUARD_PAGE, "guard_fsdp2": GUARD_PAGE, "torchtitan": TORCH_PAGE}
 
 
-def run_case(group, name: str, spikes: tuple[int, ...], bad_rank: int):
+def guarded(group, name: str, spikes: tuple[int, ...], bad_rank: int):
     """Run the block of this name, in which one rank has spikes; return what came of it."""
     given: dict[str, Any] = {"model": made_model()}
     if name == "torchtitan":
