@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -41,27 +40,6 @@ def clipped(run: Small, gradient: float):
     run.give(gradient)
     run.scaler.unscale_(run.optimizer, max_norm=100.0)
     run.step()
-
-
-@pytest.mark.parametrize("groups", [0, 1, 2])
-@pytest.mark.parametrize(("name", "waits"), [("AdamW-fused", 0), ("SGD", 1)])
-def test_a_spike_is_skipped_on_a_device_without_a_host_read(cuda, name: str, waits: int, groups: int):
-    run = made(name, "cuda:0", "cuda:1", groups=groups, skip=dataclasses.replace(RULE, of="loss"))
-    scales, stepped = [], []
-    for gradient in GRADIENTS:
-        before = run.held
-        run.give(gradient)
-        # With the loss of ones before it, the mean is the gradient.
-        loss = 1.0 if gradient == math.inf else 2.0 * gradient - 1.0
-        run.scaler.scale(torch.ones((), device="cuda:0"), loss=torch.full((), loss, device="cuda:1"))
-        run.step()
-        assert len(cuda.waits) == waits
-        scales.append(run.scaler.get_scale())
-        stepped.append(run.held != before)
-        cuda.waits.clear()
-    assert [report.reason for report in run.scaler.history] == REASONS
-    assert scales == SCALES
-    assert stepped == [reason == "stepped" for reason in REASONS]
 
 
 @pytest.mark.parametrize(

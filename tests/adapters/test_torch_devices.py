@@ -424,22 +424,27 @@ def test_the_functions_bring_a_scale_to_the_host_and_to_devices(scale: float, ba
 
 # Waits.
 
-POLICIES = [
-    gradscale.DynamicScale(init_scale=4.0, growth_interval=2),
-    gradscale.DynamicScale(init_scale=4.0, hysteresis=2, growth_after="interval_plus_one"),
-    gradscale.StaticScale(4.0),
-]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "torch's": {"policy": gradscale.DynamicScale(init_scale=4.0, growth_interval=2)},
+    "hysteresis": {
+        "policy": gradscale.DynamicScale(init_scale=4.0, hysteresis=2, growth_after="interval_plus_one"),
+    },
+    "static": {"policy": gradscale.StaticScale(4.0)},
+    "spikes": {"skip": gradscale.SkipSpikes(window=4, min_values=2, of="loss")},
+}
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["torch's", "hysteresis", "static"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize(("unscales", "groups"), [(None, 0), (None, 1), (None, 2), ({}, 1), ({"max_norm": 1.0}, 0)])
 @pytest.mark.parametrize(("name", "waits"), [("AdamW-fused", 0), ("SGD", 1)])
 def test_a_step_waits_once_and_that_of_a_fused_optimizer_for_nothing(
-    cuda, policy, unscales: dict[str, Any] | None, groups: int, name: str, waits: int
+    cuda, settings: dict[str, Any], unscales: dict[str, Any] | None, groups: int, name: str, waits: int
 ):
-    run = Run(GradScaler("cuda", policy=policy, group=groups_in_use(groups)), name, "cuda:0", "cuda:1")
+    run = Run(GradScaler("cuda", group=groups_in_use(groups), **settings), name, "cuda:0", "cuda:1")
     for gradient in GRADIENTS:
         run.give(gradient)
+        # Of another device than the one scaled before.
+        run.scaler.scale(torch.ones((), device="cuda:0"), loss=torch.ones((), device="cuda:1"))
         if unscales is not None:
             run.scaler.unscale_(run.optimizer, **unscales)
         assert cuda.waits == []
