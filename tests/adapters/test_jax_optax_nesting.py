@@ -226,9 +226,3 @@ def test_windows_that_no_rule_has_named_are_kept_and_refused():
     with pytest.raises(gradscale.InvalidTypeError, match="got windows of shape None: begin with"):
         scaled(SGD, skip=RULES[-1]).update(PARAMS, restored, value=1.0)
     assert restored.windows is None
-
-
-def test_the_constructor_takes_the_names_of_the_stored_fields():
-    state = scaled(SGD, skip=RULES[-1]).init(PARAMS)
-    fields = {f"gradscale_{name}": getattr(state, f"gradscale_{name}") for name in ATTRIBUTES}
-    assert repr(gradscale_jax.ScaledOptimizerState(**fields)) == repr(state)

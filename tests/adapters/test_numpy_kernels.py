@@ -201,21 +201,6 @@ def test_no_warning(module: ModuleType):
         assert np.geterr() == state
 
 
-def test_read_only_source(module: ModuleType):
-    """A source may be read-only."""
-    for dtype in (HALF, BFLOAT, SINGLE):
-        values = random_array(dtype, (3000,), seed=3)
-        values.flags.writeable = False
-        check(module, values, np.empty(values.shape, dtype), 1 / 3)
-
-
-def test_lengths_differ(module: ModuleType):
-    """Every source has an out."""
-    assert module.unscale_all([], [], np.float32(1)) == 0
-    with pytest.raises(ValueError, match="argument 2 is shorter"):
-        module.unscale_all([np.ones(2)], [], np.float32(1))
-
-
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE, np.dtype(np.complex64)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)

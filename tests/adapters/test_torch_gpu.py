@@ -199,27 +199,6 @@ def test_a_guard_skips_a_bad_bfloat16_step_without_a_wait() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
-def test_a_run_that_skips_every_step_warns_and_gives_up(name: str) -> None:
-    run = Small(StepGuard(warn_after=2, give_up_after=4), name, devices=["cuda"], home="cuda")
-    run.iterate(1.0)
-    run.iterate(math.nan)
-    with pytest.warns(gradscale.TrainingStalledWarning, match="last 2 iterations"):
-        run.iterate(math.nan)
-    run.iterate(math.nan)
-    with pytest.raises(gradscale.TrainingStalledError, match="last 4 iterations"):
-        run.iterate(math.nan)
-    assert run.scaler.counts()["overflow"] == 4
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-def test_gradients_of_the_host_and_of_the_device_make_one_verdict(bad: int) -> None:
-    run = Small(GradScaler("cuda"), devices=["cuda", "cpu"], home="cuda")
-    run.iterate(*[math.inf if index == bad else 1.0 for index in range(2)])
-    assert run.report.skipped
-    assert run.scaler.get_scale() == 32768.0
-
-
 def captured_steps(scaler: Any, before: Callable[[], object] = lambda: None) -> list[tuple[float, int, bool, float]]:
     """Return what each replay of a captured step leaves; ``before`` is called just before the capture.
 

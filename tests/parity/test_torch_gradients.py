@@ -268,21 +268,6 @@ def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched(enab
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
 
 
-def test_plain_gradients_over_a_group_are_clipped_as_the_refusal_says():
-    def rank(group: ThreadCollectives) -> list[list[float]]:
-        run = Small(GradScaler("cpu", group=group), size=1)
-        run.give(3.0)
-        with pytest.raises(InvalidValueError, match=r"Call unscale_\(optimizer\), and then"):
-            run.scaler.unscale_(run.optimizer, max_norm=1.0)
-        run.scaler.unscale_(run.optimizer)
-        torch.nn.utils.clip_grad_norm_(run.parameters, 1.0)
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-        return [[round(value, 5) for value in values] for values in run.held]
-
-    assert run_ranks(2, rank) == [[[-1.0]], [[-1.0]]]
-
-
 class Mesh:
     """What looks to the adapter like a mesh of threads, and like the group over its ranks."""
 
