@@ -310,7 +310,7 @@ def cupy(session: nox.Session, version: str) -> None:
         key, _, value = variable.partition("=")
         session.env[key] = value
     session.env["HOST_DEVICES"] = "3"
-    files = [*ROOT.glob("tests/*/test_*cupy*.py"), "tests/adapters/test_nccl4py.py", "tests/packaging/test_pages.py"]
+    files = [*ROOT.glob("tests/*/test_*cupy*.py"), "tests/packaging/test_pages.py"]
     required = "gpu,numpy,cupy,nccl4py,jax,mpi,cli,examples"
     run_tests(session, required, "-n", "2", "--timeout", "900", "-m", "cupy", *files)
     # That they run, and that the host waits where it may; the times are those of no device.

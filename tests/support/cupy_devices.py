@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from axes import leave_out_gpu, require
 
-from gradscale.testing import run_ranks
-
 __all__ = [
-    *("array_on", "capture", "device_fails", "in_world", "launch_counter", "nccl_fails", "require_cupy"),
+    *("array_on", "capture", "device_fails", "launch_counter", "nccl_fails", "require_cupy"),
     *("require_device_count", "stall"),
 ]
 
@@ -63,26 +61,6 @@ def capture(stream) -> Iterator[list[Any]]:
         finally:
             with contextlib.suppress(Exception):
                 graphs.append(stream.end_capture())
-
-
-def in_world(cupy, size: int, run: Callable[[Any], Any], **options: Any) -> list[Any]:
-    """Call a function on each of several devices, with CuPy's communicator of all, in a thread for each."""
-    from cupy.cuda import nccl
-
-    require_device_count(cupy, size)
-    name = nccl.get_unique_id()
-
-    def begin(group):
-        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
-            comm = nccl.NcclCommunicator(size, name, group.rank)
-            try:
-                return run(comm)
-            except BaseException:
-                # Else its device waits for ever, and what waits for the device.
-                comm.abort()
-                raise
-
-    return run_ranks(size, begin, timeout=120.0, **options)
 
 
 def launch_counter() -> Callable[[], int]:
