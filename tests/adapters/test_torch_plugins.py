@@ -46,11 +46,11 @@ def decaying(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, FACTOR)
 
 
-def plugin(kind: str = "MixedPrecision"):
+def plugin(kind: str = "MixedPrecision", scaler=None):
     """Return a plugin of ours for the CPU."""
     from gradscale_torch import plugins
 
-    return getattr(plugins, kind)("16-mixed", "cpu", hosts.ours())
+    return getattr(plugins, kind)("16-mixed", "cpu", scaler or hosts.ours())
 
 
 def lightnings(make: hosts.Make = hosts.torchs):
@@ -194,11 +194,9 @@ def accumulate_what_is_clipped(module, batch, index: int):
 
 def by_hand_with(loop: Callable[[Any, Any, int], None], scale: float, count: int = 6, **settings):
     """Return a module of two optimizers that is trained in a loop of its own, and its Trainer."""
-    from gradscale_torch.plugins import MixedPrecision
-
     given = {"schedule": None, "overflows": (), "clip": "norm"} | settings
     module = module_class()(loop=loop, networks=2, **given)
-    trainer, _ = fit(MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=scale)), module, count)
+    trainer, _ = fit(plugin(scaler=GradScaler("cpu", init_scale=scale)), module, count)
     return module, trainer
 
 
@@ -356,10 +354,8 @@ def test_what_holds_is_a_schedule_in_all_else():
 
 
 def test_a_disabled_scaler_steps_a_schedule_in_each_step():
-    from gradscale_torch.plugins import MixedPrecision
-
     module = module_class()(overflows=())
-    _, schedule = fit(MixedPrecision("16-mixed", "cpu", GradScaler("cpu", enabled=False)), module, 4)
+    _, schedule = fit(plugin(scaler=GradScaler("cpu", enabled=False)), module, 4)
     assert (schedule.last_epoch, module.rates) == (4, [0.05, 0.025, 0.0125, 0.00625])
 
 
