@@ -166,19 +166,6 @@ def test_a_scaler_outside_jit_follows_every_change_of_the_scale():
     assert [seen.tolist() for seen in optimizer.seen] == [[1.0, 1.0]] * 3
 
 
-def test_nothing_is_read_or_donated():
-    state = DynamicScale().init(jnp.zeros(()))
-    grads = [jnp.ones(4), jnp.ones(4, dtype=jnp.float16)]
-    with jax.transfer_guard_device_to_host("disallow"):
-        scaled = gradscale.scale(grads, state)
-        unscaled, nonfinite = gradscale.unscale(scaled, state, out=scaled)
-        DynamicScale(hysteresis=2).update(state, nonfinite=nonfinite)
-        gradscale.select(nonfinite == 0, unscaled, grads)
-    for array in (*grads, *scaled, *state):
-        assert not array.is_deleted()
-    assert bits(unscaled[0]) == bits(grads[0])
-
-
 def test_float64_is_used_for_factors_exactly_while_it_is_switched_on():
     # float32(1.1) differs from 1.1, and the products from each other.
     policy = DynamicScale(init_scale=7.0, growth_factor=1.1, growth_interval=1)

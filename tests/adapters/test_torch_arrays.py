@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 from axes import require_program
@@ -18,10 +19,6 @@ from gradscale.testing import check_backend
 from gradscale_torch.gradients import values_of
 
 pytestmark = pytest.mark.torch
-
-
-def refuse(*_):
-    raise NotImplementedError
 
 
 REALS = ("float16", "bfloat16", "float32", "float64")
@@ -41,14 +38,12 @@ def test_the_adapter_conforms_to_the_pure_core(backend, dtype: str):
 
 @pytest.mark.tier("ranks")
 def test_the_adapter_conforms_where_the_device_has_no_kernels(backend, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", refuse)
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", without_kernel(*REALS))
     check_backend(backend, torch.zeros(1), dtypes=[getattr(torch, dtype) for dtype in REALS])
 
 
 def test_what_else_fails_in_the_kernel_comes_out(monkeypatch: pytest.MonkeyPatch):
-    def fail(*_):
-        raise RuntimeError("an illegal memory access was encountered")
-
+    fail = mock.Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", fail)
     grad = torch.full((3,), 8.0)
     with pytest.raises(RuntimeError, match="illegal memory access"):
@@ -118,16 +113,10 @@ def test_a_leaf_of_autograds_graph_is_overwritten_and_stays_one():
 def test_gradients_are_read_twice_only_where_the_quotient_may_overflow(
     monkeypatch: pytest.MonkeyPatch, scale: float, passes: int
 ):
-    kernel = torch._amp_foreach_non_finite_check_and_unscale_
-    calls = []
-
-    def counted(*args):
-        calls.append(len(args[0]))
-        kernel(*args)
-
+    counted = mock.Mock(wraps=KERNEL)
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", counted)
     assert in_place([torch.ones(3), torch.ones(2)], scale) == 0
-    assert calls == [2] * passes
+    assert [len(call.args[0]) for call in counted.call_args_list] == [2] * passes
 
 
 # Where a device has no kernel for a dtype.
@@ -190,7 +179,8 @@ def test_the_functional_core_compiles_without_a_break():
     for bad in (1.0, float("inf"), float("nan")):
         state = policy.init(torch.zeros(()))
         grads = [torch.tensor([3.0, bad]), torch.ones(2, dtype=torch.float16)]
-        for ours, eager in zip(_leaves(compiled(grads, state)), _leaves(step(grads, state)), strict=True):
+        found = (gradscale.tree.flatten(each(grads, state))[0] for each in (compiled, step))
+        for ours, eager in zip(*found, strict=True):
             assert torch.equal(ours, eager) or torch.isnan(ours).any()
 
 
@@ -206,10 +196,6 @@ def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: 
         (made,), nonfinite = compiled([torch.tensor([1.0, largest], dtype=getattr(torch, dtype))], state)
         assert torch.isinf(made).any() == is_bad
         assert nonfinite == is_bad
-
-
-def _leaves(tree):
-    return gradscale.tree.flatten(tree)[0]
 
 
 def test_dtensors_are_refused_by_the_functional_core_with_what_to_do():

@@ -138,13 +138,6 @@ def test_named_tuples_and_dicts_which_torchs_refuses_are_scaled_and_text_is_refu
 # What scripts touch.
 
 
-def same(pair: Pair, script: Callable[[Any], Any]):
-    """Return what a script, which is given a class, tells of ours: the same as of torch's."""
-    ours, theirs = map(script, pair)
-    assert ours == theirs
-    return ours
-
-
 def states_of(run: Small):
     """Return what the scaler keeps of the optimizer in this iteration."""
     return run.scaler._per_optimizer_states[id(run.optimizer)]
@@ -253,7 +246,8 @@ def test_a_scaler_that_is_switched_off_passes_through(pair: Pair):
         run.step(explicit=True)
         return run.held, run.scaler.is_enabled(), run.scaler.get_scale(), run.scaler.state_dict()
 
-    same(pair, script)
+    ours, theirs = map(script, pair)
+    assert ours == theirs
     # torch's takes no float16.
     run = Small(pair[0]("cpu"), dtypes=["float16"])
     run.scaler._enabled = False
