@@ -105,15 +105,10 @@ def is_torch_2_6() -> bool:
     return version.startswith("2.6.")
 
 
-def leave_out_on_torch_2_6(reason: str):
-    """Skip a test of what torch 2.6 cannot do."""
-    if is_torch_2_6():
-        pytest.skip(f"torch 2.6: {reason}")
-
-
 def leave_out_fsdp2():
     """Skip a test of FSDP2 with a torch whose FSDP2 does not run on CPUs."""
-    leave_out_on_torch_2_6("its FSDP2 does not run on CPUs")
+    if is_torch_2_6():
+        pytest.skip("torch 2.6: its FSDP2 does not run on CPUs")
 
 
 def _leave_out(name: str, reason: str) -> NoReturn:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["TORCHRUN", "changed", "interrupted", "lines", "png_size"]
+__all__ = ["TORCHRUN", "changed", "interrupted", "lines"]
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 """What Python runs to start ranks of torch; their number follows."""
@@ -36,17 +36,6 @@ def lines(completed: subprocess.CompletedProcess[str]) -> list[str]:
     """Return what was printed, without the progress bars."""
     printed = re.split(r"[\r\n]+", completed.stdout)
     return [line for line in printed if line.strip() and not re.search(r"it/s|s/it", line)]
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    """Return width and height, after decoding the whole image."""
-    from matplotlib.image import imread
-
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", content[16:24])
-    assert imread(path).shape == (height, width, 4)
-    return width, height
 
 
 def interrupted(
