@@ -1,6 +1,6 @@
 """DeviceCollectives over a communicator made here: what it starts where, how it waits, and every way to end.
 
-What two libraries' communicators add is tested over these: test_cupy_nccl_gpu.py and test_nccl4py.py in ../adapters.
+What two libraries' communicators add is tested over these: test_cupy_nccl.py and test_nccl4py_gpu.py in ../adapters.
 """
 
 import math
