@@ -242,3 +242,13 @@ def test_a_disabled_scaler_is_not_passed_on():
         optimizer = TakesScaler(network(), asks_by_device)
         optimizer.step = lambda closure=None, *, grad_scaler=None: grad_scaler  # noqa: ARG005
         assert scaler.step(optimizer) is None
+
+
+def test_a_run_that_differs_in_one_bit_is_found():
+    def run(make: Make) -> list[Row]:
+        model = network()
+        model[0].bias.data[0] *= 1 + 2.0**-23 * (make is hosts.ours)
+        return [{"weights": hosts.bits(model)}]
+
+    with pytest.raises(AssertionError):
+        hosts.same_as_torchs(run)

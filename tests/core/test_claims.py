@@ -298,6 +298,11 @@ def test_an_optimizer_that_gains_parameters_or_a_name_on_one_rank_alone_is_a_dif
             assert f"name: {held} on rank 0 | Grouped with 1 param_groups on rank 1" in text
 
 
+def test_an_overflow_that_devices_have_counted_is_of_no_rank_though_one_has_seen_a_spike():
+    found = claims.verdict_from(claims.Flags(2, code=claims.reason_code(Reason.SPIKE, 3)), 0, 4.0)
+    assert (found.reason, found.by) == (Reason.OVERFLOW, None)
+
+
 def test_of_ranks_at_other_calls_it_is_told_where_they_are_and_nothing_that_follows_from_it():
     text = claims.difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Call.DIAGNOSIS, kind="Tree")})
     assert [part.partition(":")[0] for part in text.split("; ")] == ["the call itself", "call of the iteration"]

@@ -36,6 +36,15 @@ class Core(Backend):
         return self.arrays.xp.zeros((), dtype=self.arrays.xp.float32)
 
 
+def test_the_pure_core_passes(arrays: Library):
+    names = (*arrays.reals, "complex64")
+    if arrays.is_slow:
+        # All dtypes of JAX are in its adapter's own tests.
+        names = ("float16", "float64")
+    dtypes = [arrays.dtype(name) for name in names]
+    check_backend(Core(arrays), arrays.asarray(0.0), dtypes=dtypes)
+
+
 @pytest.mark.numpy
 @pytest.mark.parametrize("is_narrow", [False, True], ids=["", "of ml_dtypes"])
 def test_numpys_adapter_passes(is_narrow: bool):

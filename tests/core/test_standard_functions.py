@@ -206,6 +206,17 @@ def test_what_not_all_use_asks_for_the_listed_functions_beside_and_no_others(
     assert recorded.members <= set(arithmetic.STANDARD_MEMBERS)
 
 
+def test_the_record_sees_a_function_that_the_core_uses_anew(strict: Library, recorded: Recorded):
+    source = "def isfinite_and_more(xp, x):\n    return xp.isfinite(xp.tan(x) ** x)\n"
+    scope: dict[str, Any] = {"__name__": "gradscale.novelty"}
+    exec(source, scope)
+    x = strict.asarray([1.0])
+    scope["isfinite_and_more"](x.__array_namespace__(), x)
+    assert (recorded.functions, recorded.members) == ({"isfinite", "tan"}, {"__pow__"})
+    # What the test itself uses is not counted.
+    assert (x + x, recorded.members)[1] == {"__pow__"}
+
+
 READS = ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__dlpack__", "__buffer__")
 
 

@@ -225,6 +225,19 @@ def test_torchs_replacements_show_those_that_they_share():
         assert_shown(constructor, COMMON)
 
 
+class Untold:
+    """Take an option that is not documented."""
+
+    def __init__(self, *, policy=None):
+        """Take it."""
+
+
+def test_a_constructor_that_hides_an_option_or_does_not_document_it_is_found():
+    for kind, options in ((Untold, {"policy": None}), (GradScaler, {"hidden": None})):
+        with pytest.raises((AssertionError, KeyError)):
+            assert_shown(kind, options)
+
+
 def test_a_name_that_is_no_option_is_an_error():
     for make in (GradScaler, lambda **options: ShardedGradScaler(group=None, **options)):
         with pytest.raises(InvalidTypeError, match=r"unexpected keyword arguments \['growth'\]"):
