@@ -304,8 +304,7 @@ def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], _Assign]:
     def assign(replacements: dict[int, Array]) -> None:
         new = [replacements.get(id(leaf), leaf) for leaf in leaves]
         # A container that is made when it is read may hold the same arrays; others are copies.
-        now = read if optimizer.grads is read else optimizer.grads
-        held = leaves if now is read else tree.flatten(now)[0]
+        held = leaves if optimizer.grads is read else tree.flatten(optimizer.grads)[0]
         if len(held) != len(new) or not all(map(operator.is_, held, new)):
             with _assigning(f"grads of {type(optimizer).__name__}"):
                 optimizer.grads = rebuild(new)

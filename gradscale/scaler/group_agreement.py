@@ -136,14 +136,9 @@ class GroupAgreement:
         return agreed, xp.full_like(agreed, verdict.reason is Reason.SPIKE, dtype=spike.dtype)
 
 
-def _require_0d(name: str, x: object, dtype: str, source: str) -> None:
-    array: Array | None = x if is_array_api_obj(x) else None
-    if array is None or array.shape != () or not _has_dtype(array, dtype):
+def _require_0d(name: str, x: Array, dtype: str, source: str) -> None:
+    xp = array_namespace(x) if is_array_api_obj(x) else None
+    # A kind of the standard: a library may call the dtype itself otherwise.
+    if xp is None or x.shape != () or not xp.isdtype(x.dtype, dtype if dtype == "bool" else getattr(xp, dtype)):
         msg = f"{name} must be a 0-d {dtype} array, such as {source} returns, got {x!r}"
         raise InvalidTypeError(msg)
-
-
-def _has_dtype(array: Array, dtype: str) -> bool:
-    xp = array_namespace(array)
-    # A kind of the standard: a library may call the dtype itself otherwise.
-    return bool(xp.isdtype(array.dtype, dtype if dtype == "bool" else getattr(xp, dtype)))

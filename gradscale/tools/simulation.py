@@ -21,7 +21,7 @@ from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.extras import needs
 from gradscale.policies.dynamic import next_numbers
 
-__all__ = ["Gradients", "Simulation", "measured", "recorded", "simulate"]
+__all__ = ["Gradients", "Simulation", "recorded", "simulate"]
 
 _Checked = TypeVar("_Checked")
 
@@ -141,22 +141,6 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
         overflows = [letter in "oO" for letter in "".join(overflows.split())]
     steps = _checked(overflows, "True or False", validation.boolean, "step")
     return Gradients([math.inf if overflow else 0.0 for overflow in steps])
-
-
-def measured(magnitudes: Iterable[float]) -> Gradients:
-    """Return the gradients of a run whose largest unscaled magnitude is known for each step.
-
-    An inf or NaN overflows whatever the scale. InvalidValueError for a negative magnitude, and for none;
-    InvalidTypeError for anything else than numbers.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.tools.simulation import measured, simulate
-    >>> simulate(presets.torch(), measured([0.5, 2.0, 0.5])).skipped  # 2.0 times 65536 overflows
-    (False, True, False)
-    """
-    return Gradients(magnitudes)  # type: ignore[arg-type]
 
 
 def _checked(values: object, wanted: str, check: Callable[[str, object], _Checked], name: str) -> list[_Checked]:

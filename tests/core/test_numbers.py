@@ -15,7 +15,7 @@ from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueEr
 from gradscale.core.protocols import Numbers
 from gradscale.policies.dynamic import next_numbers
 from gradscale.scaler.state import LiveState
-from gradscale.tools.simulation import Gradients, measured, recorded, simulate
+from gradscale.tools.simulation import Gradients, recorded, simulate
 
 pytestmark = pytest.mark.numpy
 
@@ -76,15 +76,15 @@ def test_letters_give_the_scale_that_each_step_used():
 
 @pytest.mark.parametrize("magnitude", [65504.0 / 8.0, 8189.0], ids=["at-the-largest", "above-it"])
 def test_a_magnitude_overflows_above_the_largest_float16(magnitude: float):
-    assert simulate(StaticScale(8.0), measured([magnitude])).skipped == (magnitude > 8188.0,)
+    assert simulate(StaticScale(8.0), Gradients([magnitude])).skipped == (magnitude > 8188.0,)
 
 
 def test_magnitudes_of_half_precision_do_not_overflow_in_it():
     exact = [0.001, 70.0]
     half = np.asarray(exact, dtype=np.float16)
-    assert simulate(StaticScale(2.0**20), measured(half)).skipped == (False, True)
-    assert [type(value) for value in measured(half).largest] == [float, float]
-    assert simulate(StaticScale(1.0), measured([10**400, math.nan, 3])).skipped == (True, True, False)
+    assert simulate(StaticScale(2.0**20), Gradients(half)).skipped == (False, True)
+    assert [type(value) for value in Gradients(half).largest] == [float, float]
+    assert simulate(StaticScale(1.0), Gradients([10**400, math.nan, 3])).skipped == (True, True, False)
 
 
 def test_a_policy_that_raises_ends_its_run_in_that_step():
@@ -130,10 +130,10 @@ def test_bad_gradients_are_refused_with_what_was_there():
     bad: list[tuple[Any, Any, type[Exception], str]] = [
         (recorded, "CCX", InvalidValueError, "'X' at position 3"),
         (recorded, " ", InvalidValueError, "at least one step"),
-        (measured, [1.0, -1.0], InvalidValueError, r"step 2 must be a number from 0 on, got -1\.0"),
+        (Gradients, [1.0, -1.0], InvalidValueError, r"step 2 must be a number from 0 on, got -1\.0"),
         (Gradients, [], InvalidValueError, "at least one step"),
-        *((make, x, InvalidTypeError, "must be") for make in (recorded, measured) for x in (3, None, [1j], [None])),
-        *((make, [np.ones(2)], InvalidTypeError, "must be") for make in (recorded, measured)),
+        *((make, x, InvalidTypeError, "must be") for make in (recorded, Gradients) for x in (3, None, [1j], [None])),
+        *((make, [np.ones(2)], InvalidTypeError, "must be") for make in (recorded, Gradients)),
     ]
     for make, given_, error, said in bad:
         with pytest.raises(error, match=said):
