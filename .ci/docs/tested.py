@@ -24,7 +24,7 @@ COLUMNS = {
     "JAX": (["jax"], "adapters/test_jax_*[!u].py", ""),
     "JAX, `jit`": (["jax-jit"], "adapters/test_jax_compiled.py", ""),
     "JAX, GPU": ([], "adapters/test_jax_gpu.py", ""),
-    "CuPy, GPU": ([], "adapters/test_cupy_gpu.py", ""),
+    "CuPy, GPU": ([], "adapters/test_cupy_arrays.py", ""),
     "MLX": ([], "adapters/test_mlx_*.py", ""),
     "dask": (["dask"], "", ""),
     "strict": (["strict-2023.12", "strict-2024.12", "strict"], "", ""),
@@ -40,8 +40,8 @@ FUNCTIONS = {
     "`max_norm=`": ("clipping", r"\bmax_norm="),
     "`StepGuard`": ("guard", r"\bStepGuard\("),
     "`diagnose`": ("diagnosis", r"\bdiagnose\("),
-    "`diagnose(state=)`": ("diagnosis_broken", r"\bdiagnose\(.*\b(params|state)="),
-    "`state_dict`": ("checkpoint", r"\bstate_dict\("),
+    "`diagnose(state=)`": ("diagnosis", r"\bdiagnose\(.*\b(params|state)="),
+    "`state_dict`": ("foreign_state", r"\bstate_dict\("),
     "`load_foreign_state`": ("foreign_state", r"\bload_foreign_state\("),
 }
 DTYPES = ("float16", "bfloat16", "float64", "complex64")

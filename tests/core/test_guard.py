@@ -1,11 +1,13 @@
 """StepGuard: it skips steps as a scaler does, scales nothing, and speaks of no scale."""
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from libraries import Library
 from lives import OF_A_SCALE
 from optimizers import Momentum, Tree, iterate_plainly
 
@@ -34,6 +36,18 @@ def test_other_mistakes_are_those_of_a_scaler():
 
 def test_a_guard_shows_its_rule():
     assert repr(StepGuard(skip=RULE)).startswith("StepGuard(skip=SkipSpikes(window=8")
+
+
+def test_a_guard_skips_bad_steps_and_leaves_gradients_as_they_are(arrays: Library):
+    guard, optimizer = StepGuard(), Tree()
+    for value, reason in ((3.0, "stepped"), (math.nan, "overflow"), (math.inf, "overflow"), (-3.0, "stepped")):
+        optimizer.grads = [given := arrays.asarray([value, 1.0])]
+        guard.step(optimizer)
+        guard.update()
+        assert guard.last_step(optimizer).reason == reason
+        arrays.assert_array(optimizer.grads[0], [value, 1.0])
+        arrays.assert_array(given, [value, 1.0])
+    assert (guard.get_scale(), optimizer.steps) == (1.0, 2)
 
 
 def test_a_guard_keeps_its_scale_of_1():
