@@ -201,10 +201,6 @@ class Flags(NamedTuple):
     code: Array = 0
 
 
-CLEAN = Flags()
-"""The findings of a rank that makes its step."""
-
-
 def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
     """Return the verdict that the ranks' findings give, of which the code is the gravest :func:`reason_code`."""
     nonfinite, at_min_scale, presence, scaled, code = found
@@ -224,7 +220,7 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
 # The message that a rank sends.
 
 
-def of_numbers(state: Numbers, words: Sequence[int], found: Flags = CLEAN, norm: float = 0.0) -> list[int]:
+def of_numbers(state: Numbers, words: Sequence[int], found: Flags, norm: float = 0.0) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
     scale, *trackers = state
     fields = [_USUAL, bits_of_float32(scale), *trackers, *words, bits_of_float32(norm)]

@@ -56,7 +56,9 @@ def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, stat
     else:
         other = state._replace(**{field: getattr(data.draw(STATES), field)})
     odd = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1))
-    sent = [claims.of_numbers(*((other, words) if rank in odd else (state, WORDS))) for rank in range(size)]
+    sent = [
+        claims.of_numbers(*((other, words) if rank in odd else (state, WORDS)), claims.Flags()) for rank in range(size)
+    ]
     agreed = maximum(sent)
     is_one = (other, words) == (state, WORDS)
     for own in sent:
@@ -240,7 +242,7 @@ def test_an_error_of_many_ranks_is_as_readable_as_one_of_two(size: int):
 
 
 def told(**values):
-    own = claims.of_numbers(ScaleState(4.0, 0, 0, 0), WORDS)
+    own = claims.of_numbers(ScaleState(4.0, 0, 0, 0), WORDS, claims.Flags())
     return claims.claimed(own, Claim(Call.STEP)._replace(**values), "DynamicScale()")
 
 
@@ -382,7 +384,7 @@ def test_values_of_ranks_travel_in_messages_of_the_usual_form():
 def test_a_message_that_carries_values_is_taken_for_no_other(data, state, values: list[int]):
     carrying = claims.carrying(WORDS, values)
     others = [
-        claims.of_numbers(state, WORDS),
+        claims.of_numbers(state, WORDS, claims.Flags()),
         claims.telling(),
         claims.failure(WORDS, 1),
         claims.carrying(claims.hash_of(Claim(Call.NORM)), values),
