@@ -243,16 +243,17 @@ def _gradients_of(optimizer: object, parameters: Iterable[Any]) -> list[Array]:
 
 def _from_param_groups(optimizer: OptimizerWithGroups) -> tuple[list[Array], _Assign]:
     """Return an optimizer's gradients, and what assigns new ones, given by the ``id`` of the old."""
-    parameters = {id(one): one for _, listed in _parameter_lists(optimizer) for one in listed}.values()
+    parameters = list({id(one): one for _, listed in _parameter_lists(optimizer) for one in listed}.values())
     gradients = _gradients_of(optimizer, parameters)
 
     def assign(replacements: dict[int, Array]) -> None:
-        for parameter, old in zip(parameters, gradients, strict=True):
-            new = replacements.get(id(old), old)
-            # Another object than before is a copy that was made when it was read.
-            if old is not None and (new is not old or parameter.grad is not old):
-                with _assigning(f"grad of {type(parameter).__name__}"):
-                    parameter.grad = new
+        wanted = [replacements.get(id(old), old) for old in gradients] if replacements else gradients
+        # Other objects than before are copies that were made when they were read.
+        if not all(map(operator.is_, wanted, [parameter.grad for parameter in parameters])):
+            with _assigning(f"grad of {type(parameters[0]).__name__}"):
+                for parameter, new in zip(parameters, wanted, strict=True):
+                    if new is not None:
+                        parameter.grad = new
 
     return [gradient for gradient in gradients if gradient is not None], assign
 
@@ -302,10 +303,10 @@ def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], _Assign]:
     leaves, rebuild = tree.flatten(read)
 
     def assign(replacements: dict[int, Array]) -> None:
-        new = [replacements.get(id(leaf), leaf) for leaf in leaves]
+        new = [replacements.get(id(leaf), leaf) for leaf in leaves] if replacements else leaves
         # A container that is made when it is read may hold the same arrays; others are copies.
         held = leaves if optimizer.grads is read else tree.flatten(optimizer.grads)[0]
-        if len(held) != len(new) or not all(map(operator.is_, held, new)):
+        if held is not new and (len(held) != len(new) or not all(map(operator.is_, held, new))):
             with _assigning(f"grads of {type(optimizer).__name__}"):
                 optimizer.grads = rebuild(new)
 
