@@ -308,7 +308,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def set_group(self, group: object) -> None:
         """Agree over another group, as in :class:`gradscale.ShardedGradScaler`; None for the constructor's default."""
         iteration_of(self).require_boundary("set_group()")
-        self._rejoins, self._has_group = group is None, group is not None
+        self._rejoins, self._has_group = group is None and self._is_sharded, group is not None
         if group is None:
             agree_over(self, self._default_groups())
         elif self._enabled:
@@ -420,8 +420,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     def _join(self) -> None:
         """Agree over the default groups once they are there, which may be later than the scaler."""
-        agreement = iteration_of(self).agreement
-        if self._rejoins and (agreement.is_unjoined or agreement.is_alone):
+        agreement = iteration_of(self).agreement if self._rejoins else None
+        if agreement is not None and (agreement.is_unjoined or agreement.is_alone):
             groups = self._default_groups()
             if groups or (agreement.is_unjoined and default_group() is not None):
                 agree_over(self, groups)
