@@ -1099,6 +1099,8 @@ class _Life:
         if self.is_guard:
             saved |= {"scale": 1.0, "_growth_tracker": 0, "policy": {"kind": "StaticScale", "init_scale": 1.0}}
         self.model.load(saved, windows if "spikes" in saved else [[]] * self.size, is_kept)
+        # A scaler that was just made has given up nothing.
+        self.model.is_given_up = self.model.is_given_up and how != "fresh"
 
     def change_setting(self):
         name = self.chance.choice(["growth_interval", "growth_factor", "backoff_factor"])
