@@ -68,14 +68,16 @@ class Stage(enum.Enum):
 class Turn:
     """How far one optimizer has come in an iteration. It keeps neither the optimizer nor its gradients.
 
-    ``by_closure``: a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no
-    spikes, since a line search tries losses that are far apart. ``is_declined``: the optimizer itself made no step; if
-    that was so on some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun
-    and was not made; ``is_overtaken``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
+    ``owner``: returns the optimizer, or None if it is gone; if only its ``id()`` is known, it is None. ``by_closure``:
+    a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no spikes, since a
+    line search tries losses that are far apart. ``is_declined``: the optimizer itself made no step; if that was so on
+    some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun and was not
+    made; ``is_overtaken``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
     ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank wants no step, if
     so. ``code``: why this rank skips the step, as :func:`claim.reason_code`; 0 if it does not.
     """
 
+    owner: Callable[[], Optimizer | None] | None = None
     stage = Stage.READY
     pending: Pending | None = None
     verdict: Verdict | None = None
@@ -126,8 +128,7 @@ class Iteration:
         self.steps: list[StepReport] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
-        # By id(optimizer): a weak reference to it, None if only the id is known, and its turn.
-        self._known: dict[int, tuple[Callable[[], Optimizer | None] | None, Turn]] = {}
+        self._by_id: dict[int, Turn] = {}
 
     # Turns.
 
@@ -140,39 +141,34 @@ class Iteration:
             raise self.agreement.failure
         if self._before is not None:
             self.wrong_order("update() was interrupted, and may have adapted the state: call it again first")
-        identity = id(optimizer)
-        known = self._known.get(identity)
-        if known is not None and known[0] is not None and known[0]() is optimizer:
-            return known[1]
-        turn = self.turn_at(identity)
-        try:
-            reference: Callable[[], Optimizer | None] = weakref.ref(optimizer)
-        except TypeError:
-            reference = lambda: optimizer  # noqa: E731
-        self._known[identity] = reference, turn
+        turn = self.turn_at(id(optimizer))
+        if turn.owner is None:
+            try:
+                turn.owner = weakref.ref(optimizer)
+            except TypeError:
+                turn.owner = lambda: optimizer
         return turn
 
     def turn_at(self, identity: int) -> Turn:
         """Return the turn of the optimizer with this ``id()``, which need not have been met in this iteration."""
         turn = self.by_id(identity)
         if turn is None:
-            turn = Turn()
+            turn = self._by_id[identity] = Turn()
             self.turns.append(turn)
-            self._known[identity] = None, turn
         return turn
 
     def by_id(self, identity: int) -> Turn | None:
         """Return the turn of the optimizer with this ``id()``; None if it was not met in this iteration."""
-        known = self._known.get(identity)
-        return None if known is None or (known[0] is not None and known[0]() is None) else known[1]
+        turn = self._by_id.get(identity)
+        return None if turn is None or (turn.owner is not None and turn.owner() is None) else turn
 
     def ids(self) -> list[int]:
         """Return the ``id()`` of each optimizer met in this iteration."""
-        return [identity for identity in self._known if self.by_id(identity) is not None]
+        return [identity for identity in self._by_id if self.by_id(identity) is not None]
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that were met in this iteration and are alive."""
-        found = [reference() for reference, _ in self._known.values() if reference is not None]
+        found = [turn.owner() for turn in self._by_id.values() if turn.owner is not None]
         return [one for one in found if one is not None]
 
     def begin_anew(self, number: int, steps: int) -> Iteration:
@@ -202,9 +198,9 @@ class Iteration:
         """
         self.read_verdicts()
         if identity is None:
-            self._known, self.turns = {}, []
+            self._by_id, self.turns = {}, []
         else:
-            self.turns.remove(self._known.pop(identity)[1])
+            self.turns.remove(self._by_id.pop(identity))
 
     def look(self, losses: Iterable[Array | float]) -> None:
         """Look at losses, whose mean the guard judges the next optimizer by."""
