@@ -184,6 +184,8 @@ class Verdict(NamedTuple):
     """The scale that all ranks hold."""
     is_idle: bool = False
     """Whether the gradients are zeros that nobody has scaled, as in the step of a host that loads an optimizer."""
+    is_unscaled: bool = False
+    """Whether no rank has scaled a loss in this iteration, and gradients are divided all the same."""
 
     @property
     def moves_scale(self) -> bool:
@@ -197,7 +199,8 @@ class Flags(NamedTuple):
     nonfinite: Array = 0
     at_min_scale: Array = False
     presence: Array = Presence.SOME
-    scaled: Array = True
+    scaled: Array = 2
+    """2: a loss was scaled in this iteration, or needs not be; 1: one was before; 0: none was."""
     code: Array = 0
 
 
@@ -214,7 +217,8 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
     if presence == Presence.SOME and not scaled and reason in (Reason.STEPPED, Reason.OVERFLOW):
         reason, by = Reason.NOT_SCALED, None
     is_idle = presence == Presence.ZEROS and not scaled
-    return Verdict(reason, by, nonfinite, local_nonfinite, bool(at_min_scale), scale, is_idle)
+    is_unscaled = bool(presence) and scaled == 1
+    return Verdict(reason, by, nonfinite, local_nonfinite, bool(at_min_scale), scale, is_idle, is_unscaled)
 
 
 # The message that a rank sends.

@@ -294,6 +294,8 @@ class Iteration:
         for step in self.reports.poll(waits=waits):
             with self.agreement.failing():
                 verdict = step.pending.read()
+            if verdict.is_unscaled and step.pending.groups:
+                self.mistakes.tell_of_no_scale(step.iteration, "all ranks")
             if verdict.reason is Reason.NO_GRADIENTS:
                 self.mistakes.tell_of_no_gradients()
             else:
@@ -323,10 +325,12 @@ class Iteration:
         if not_scaled is Presence.SOME and not groups:
             self._forbid_unscaled(turn)
         state = self.in_force(lambda: gradients.like)
+        is_excused = self.scaled or not_scaled or turn.refused or live.hooks.is_replayed
+        is_unscaled = not (is_excused or live.is_one(state))
         if not groups:
             # Over a group another rank may have the loss.
-            if not self.scaled and not_scaled is None and not live.hooks.is_replayed and not live.is_one(state):
-                self.mistakes.look_for_scale(self.number, optimizer)
+            if is_unscaled:
+                self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
             is_excused = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
             if self.guard is not None and not is_excused:
                 has_loss, has_norm = self.losses.number > 0, request.max_norm is not None
@@ -350,7 +354,8 @@ class Iteration:
             if turn.refused:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
-            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, not_scaled)
+            scaled = not_scaled, is_unscaled
+            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, *scaled)
         except Exception as error:
             if isinstance(error, GradscaleError):
                 agreement.failure = error
@@ -458,10 +463,13 @@ class Iteration:
                     break
                 if other.pending is not None and other.pending.is_unread:
                     other.pending.read()
-            return pending.read()
+            verdict = pending.read()
         except OF_ALL_RANKS as error:
             self.agreement.failure = error
             raise
+        if verdict.is_unscaled and pending.groups:
+            self.mistakes.tell_of_no_scale(self.number, "all ranks")
+        return verdict
 
     def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""

@@ -14,11 +14,11 @@ class Mistakes:
     knows_unscaled_loss = False
     _knows_nothing_to_judge = False
 
-    def look_for_scale(self, iteration: int, optimizer: object) -> None:
-        """Warn of gradients that are divided in an iteration without ``scale``."""
+    def tell_of_no_scale(self, iteration: int, of: str) -> None:
+        """Warn of gradients of an optimizer, or of all ranks, that are divided in an iteration without ``scale``."""
         if not self.knows_unscaled_loss:
             warn_caller(
-                f"scale() was not called in iteration {iteration}, and the gradients of {type(optimizer).__name__} "
+                f"scale() was not called in iteration {iteration}, and the gradients of {of} "
                 f"are divided by the scale. If you forgot it, make the gradients of scaler.scale(loss). If they are "
                 f"from before update(), which may have changed the scale, call step() before update(). If you have "
                 f"multiplied the loss by get_scale(), all is well. (Said once.)"

@@ -230,7 +230,7 @@ def step_report(
     verdict: Verdict, iteration: int, retries: int = 0, overflow: OverflowReport | None = None
 ) -> StepReport:
     """Return the report of a step that was made or skipped, by its verdict."""
-    why, by, nonfinite, local_nonfinite, _, scale, _ = verdict
+    why, by, nonfinite, local_nonfinite, _, scale, *_ = verdict
     if not why:
         return StepReport(False, scale, 0, "stepped", iteration, retries)
     return StepReport(True, scale, nonfinite, REASONS[why].name, iteration, retries, local_nonfinite, overflow, by)

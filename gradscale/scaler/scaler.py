@@ -213,7 +213,7 @@ class GradScaler:
         Warns
         -----
         UserWarning
-            Once for a scaler without a group, when nothing was scaled in this iteration; ``step``, too.
+            Once, when nothing was scaled in this iteration; ``step``, too, and over a group it alone: if no rank has.
         """
         if not self._enabled:
             return self._clip_unscaled(optimizer, self._checked_request(optimizer, max_norm, norm_over))

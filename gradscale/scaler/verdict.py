@@ -29,7 +29,8 @@ class Pending:
       None, and takes the place of the count. It overrules no spike and no refusal. ``is_placeholder``: nobody else
       has judged.
 
-    ``not_scaled``: the gradients of a rank that has never scaled a loss.
+    ``not_scaled``: the gradients of a rank that has never scaled a loss; ``is_unscaled``: it has, and not in this
+    iteration.
     """
 
     known: Verdict | None = None
@@ -51,9 +52,10 @@ class Pending:
         number: int,
         code: Array | int = 0,
         not_scaled: Presence | None = None,
+        is_unscaled: bool = False,
     ) -> None:
         self.found, self.state, self.groups = found, state, groups
-        count, scaled = found.nonfinite, not_scaled is None
+        count, scaled = found.nonfinite, 0 if not_scaled else 2 - is_unscaled
         presence = (not_scaled or Presence.SOME) if found.has_gradients else Presence.NONE
         self._is_idle = presence is Presence.ZEROS and not groups
         # The state as numbers, if the host knows them; alone, of the scale.

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -217,3 +218,28 @@ def test_no_optimizer_is_stepped_between_an_interrupted_update_and_the_next():
         assert scaler.get_scale() == (2.0 if scaler.counts()["overflow"] else 4.0)
     assert told
     assert all("update() was interrupted" in text for text in told)
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("calls", ["step", "unscale_", "update"])
+@pytest.mark.parametrize("rank_with_loss", [None, 0, 1])
+def test_ranks_of_which_none_has_scaled_in_an_iteration_warn_of_it_once(rank_with_loss: int | None, calls: str):
+    def rank(group: ThreadCollectives):
+        scaler, optimizer = ShardedGradScaler(group=group), Tree()
+        iterate_cleanly(scaler, optimizer)
+        for _ in range(2):
+            optimizer.grads = [np.float32([2.0])]
+            if group.rank == rank_with_loss:
+                # As the last stage of a pipeline.
+                scaler.scale(np.float32(1.0))
+            if calls != "step":
+                scaler.unscale_(optimizer)
+            if calls != "update":
+                scaler.step(optimizer)
+            scaler.update()
+
+    text = "scale() was not called in iteration 2, and the gradients of all ranks are divided by the scale. "
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run_ranks(2, rank)
+    assert [str(one.message)[: len(text)] for one in told] == ([text] * 2 if rank_with_loss is None else [])
