@@ -325,8 +325,7 @@ class Iteration:
         if not_scaled is Presence.SOME and not groups:
             self._forbid_unscaled(turn)
         state = self.in_force(lambda: gradients.like)
-        is_excused = self.scaled or not_scaled or turn.refused or live.hooks.is_replayed
-        is_unscaled = not (is_excused or live.is_one(state))
+        is_unscaled = not (self.scaled or not_scaled or turn.refused or live.hooks.is_replayed or live.is_one(state))
         if not groups:
             # Over a group another rank may have the loss.
             if is_unscaled:
