@@ -150,7 +150,8 @@ class Verdict(NamedTuple):
         if self.tally is None:
             msg = "steps are counted with warn_after= or give_up_after=, got the verdict of a step without them"
             raise CallOrderError(msg)
-        return dict(zip(("taken", "overflow", "spike"), np.asarray(self.tally)[..., 3:6].T.tolist(), strict=True))
+        counts = np.moveaxis(np.asarray(self.tally)[..., 3:6], -1, 0)
+        return dict(zip(("taken", "overflow", "spike"), counts.tolist(), strict=True))
 
     def check(self, policy: Policy | None = None, params: object = None) -> None:
         """Raise on the host what a compiled step cannot; waits for the step, so call it as often as you log.

@@ -105,9 +105,10 @@ def _require_state(state: object) -> None:
 
 
 def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: ScaleState) -> list[Array]:
-    pairs: dict[int, Array] = {}
-    tree.map_leaves(lambda grad, target: pairs.setdefault(id(grad), target), grads, out)
-    outs = [pairs[id(grad)] for grad in chosen]
+    pairs: list[tuple[Array, Array]] = []
+    tree.map_leaves(lambda grad, target: pairs.append((grad, target)), grads, out)
+    targets = {id(grad): target for grad, target in pairs}
+    outs = [targets[id(grad)] for grad in chosen]
     written = floating_leaves(outs, array_namespace(state.scale), what="out")
     for grad, target in zip(chosen, outs, strict=True):
         if getattr(target, "shape", None) != grad.shape:
@@ -118,8 +119,9 @@ def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: S
         if (kind_of(target) is Kind.COMPLEX) is not (kind_of(grad) is Kind.COMPLEX):
             msg = f"out must be complex for a complex gradient and for no other, got {target.dtype} for {grad.dtype}"
             raise InvalidValueError(msg)
-    if len(written) != len(outs):
-        msg = "out must hold a floating array for each gradient, each once"
+    is_split = any(is_array_api_obj(target) and targets[id(grad)] is not target for grad, target in pairs)
+    if len(written) != len(outs) or is_split:
+        msg = "out must hold one floating array for each gradient, and the same one where the gradient is the same"
         raise InvalidValueError(msg)
     return outs
 

@@ -176,8 +176,8 @@ class DynamicScale(BoundedScale):
         The events that make the tolerated overflows available again: a clean step, so that only consecutive overflows
         count (apex, NeMo); a growth (Megatron, ColossalAI, DeepSpeed); a backoff (Paddle: a clean step or a backoff).
     tolerance : float, optional
-        Instead of hysteresis: back off only when the overflows since the last change of the scale are at least this
-        fraction of the steps since then (fairseq). Between 0 and 1.
+        Instead of hysteresis: back off only when the overflows since the last backoff are at least this fraction of
+        the steps since the scale last changed (fairseq). Between 0 and 1.
     min_scale : float, default 2**-126
         The scale is never below; the default is the smallest normal float32.
     max_scale : float, optional

@@ -133,8 +133,9 @@ class SkipSpikes:
     def init(self, like: Array = None) -> SpikeState:
         """Return a state without values, in the library and on the device of an array."""
         xp, where = home_of(like)
-        zero = xp.zeros((), dtype=xp.int32, **on(where))
-        return SpikeState(xp.zeros((self.window,), dtype=xp.float32, **on(where)), zero, zero)
+        # Each its own, since JAX donates no array twice.
+        count, skipped = (xp.zeros((), dtype=xp.int32, **on(where)) for _ in range(2))
+        return SpikeState(xp.zeros((self.window,), dtype=xp.float32, **on(where)), count, skipped)
 
     def _column(self, xp: Namespace, state: SpikeState, value: Array) -> Array:
         """Return a value, float32 with an axis for the window; both it and the state are checked."""

@@ -78,9 +78,8 @@ def _read(trace: str) -> Gradients:
     # Path's exists() raises for steps that are too many for a file's name.
     if trace == "-" or os.path.exists(trace):  # noqa: PTH110
         rows = list(read_log("/dev/stdin" if trace == "-" else trace))
-        # Spikes and refusals move no scale.
-        pairs = zip(rows, [{}, *rows], strict=False)
-        return Gradients([_largest(row) for row, before in pairs if not _is_held(row, before)])
+        steps = map(_moving, rows, [{}, *rows])
+        return Gradients([_largest(step) for step in steps if step is not None])
     try:
         return recorded(trace)
     except InvalidValueError as error:
@@ -88,13 +87,15 @@ def _read(trace: str) -> Gradients:
         raise InvalidValueError(msg) from None
 
 
-def _is_held(row: LogRow, before: LogRow) -> bool:
-    """Tell whether a step was skipped for a spike or a refusal; that of a loop that left it out, by the counts."""
-    if not row.get("skipped") or row.get("reason") is not None:
-        return row.get("reason") in HELD_NAMES
-    counts = row.get("counts"), before.get("counts")
-    overflows = [one.get("overflow") for one in counts if isinstance(one, dict)]
-    return len(overflows) == len(counts) and overflows[0] == overflows[1]
+def _moving(row: LogRow, before: LogRow) -> LogRow | None:
+    """Return a row as that of one step; None if no step moved the scale, as those of spikes and refusals do not."""
+    if not row.get("skipped") or row.get("reason") == "overflow":
+        return row
+    now, last = row.get("counts"), {} if row.get("iteration") == 1 else before.get("counts")
+    if not (isinstance(now, dict) and isinstance(last, dict)):
+        return None if row.get("reason") in HELD_NAMES else row
+    moved = [name for name in ("overflow", "taken") if now.get(name, 0) != last.get(name, 0)]
+    return row | {"skipped": moved[0] == "overflow"} if moved else None
 
 
 def _largest(row: LogRow) -> float:
@@ -102,7 +103,8 @@ def _largest(row: LogRow) -> float:
     skipped, magnitude, where = row.get("skipped", row.get("overflow")), row.get("magnitude"), f"in line {row['line']}"
     if row.get("retries") and not skipped:
         # A closure has overflowed above it.
-        return validation.LARGEST_FLOAT16 / validation.scale(f"'new_scale' {where}", row.get("new_scale"))
+        most = validation.LARGEST_FLOAT16 / validation.scale(f"'new_scale' {where}", row.get("new_scale"))
+        return math.nextafter(most, 0.0)
     if magnitude is None:
         name = f"'skipped' or 'overflow', without a 'magnitude', {where}"
         return math.inf if validation.boolean(name, skipped) else 0.0
