@@ -9,7 +9,7 @@ from gradscale.extras import needs
 
 with needs("gradscale_jax", "jax"):
     from gradscale_jax.arrays import JaxBackend
-    from gradscale_jax.collectives import AxisCollectives, Verdict, agree
+    from gradscale_jax.collectives import Verdict, agree
     from gradscale_jax.gradients import Differentiated, Scaled, value_and_grad
     from gradscale_jax.judge import GuardedState
     from gradscale_jax.trees import scale, select, unscale
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gradscale_jax.transformation import ScaledOptimizerState, guarded, scale_state, scaled, verdict_of
 
 __all__ = [
-    "AxisCollectives",
     "Differentiated",
     "GuardedState",
     "JaxBackend",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -20,61 +20,8 @@ from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError,
 from gradscale.scaler import claim as claims
 from gradscale.scaler.overflow import ParameterReport, find_cause
 from gradscale.scaler.reports import Row, tell
-from gradscale.waiting import require_message
 from gradscale_jax import trees
 from gradscale_jax.arrays import JaxBackend
-
-
-class AxisCollectives:
-    """MAX all-reduces over one or several named axes, for use inside the function that they are mapped over.
-
-    A :class:`gradscale.core.protocols.Collectives` whose vector stays on the device. A ``ShardedGradScaler`` cannot use
-    it: it reads its verdict on the host, where no axis is bound.
-
-    Parameters
-    ----------
-    axis_name : str or tuple of str
-        As ``jax.shard_map``, ``jax.vmap(axis_name=)`` or a mesh names them; several are one group. CallOrderError if
-        one is not bound here, InvalidTypeError for anything but names.
-
-    Attributes
-    ----------
-    rank : array
-        0-d int32: position in the group; traced.
-    size : int
-        Number of ranks.
-
-    Examples
-    --------
-    >>> import gradscale_jax, jax, jax.numpy as jnp
-    >>> def largest(x):
-    ...     return gradscale_jax.AxisCollectives("data").start_max(x)()
-    >>> print(jax.vmap(largest, axis_name="data")(jnp.asarray([[1, 7], [3, 5]])))
-    [[3 7]
-     [3 7]]
-    """
-
-    def __init__(self, axis_name: Hashable | Sequence[Hashable]) -> None:
-        names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-        if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
-            msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {shown(axis_name)}"
-            raise InvalidTypeError(msg)
-        try:
-            self.size: int = lax.axis_size(names)
-        except NameError as error:
-            msg = (
-                f"axis_name {axis_name!r} is not bound here ({error}): call inside the function that jax.shard_map, "
-                f"jax.vmap(axis_name=...) or jax.pmap maps over it, or leave axis_name out"
-            )
-            raise CallOrderError(msg) from error
-        self.rank = lax.axis_index(names)
-        self._names = names
-
-    def start_max(self, x: jax.Array, /) -> Callable[[], jax.Array]:
-        """Make an element-wise MAX all-reduce of a 1-d int32 array, when the compiler likes; the call returns it."""
-        require_message(x)
-        reduced = lax.pmax(x, self._names)
-        return lambda: reduced
 
 
 class Verdict(NamedTuple):
@@ -245,6 +192,23 @@ def _broken_weights(params: object, minimum: float | None) -> str:
     return f"Cause: {cause}. {explanation.rstrip('.')}" if broken else ""
 
 
+def _bound(axis_name: Hashable | Sequence[Hashable]) -> tuple[Hashable, ...]:
+    """Return the names of mapped axes; CallOrderError if one is not bound here, InvalidTypeError for no names."""
+    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
+        msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {shown(axis_name)}"
+        raise InvalidTypeError(msg)
+    try:
+        lax.axis_size(names)
+    except NameError as error:
+        msg = (
+            f"axis_name {axis_name!r} is not bound here ({error}): call inside the function that jax.shard_map, "
+            f"jax.vmap(axis_name=...) or jax.pmap maps over it, or leave axis_name out"
+        )
+        raise CallOrderError(msg) from error
+    return names
+
+
 def agree(
     nonfinite: jax.Array,
     state: ScaleState,
@@ -264,8 +228,9 @@ def agree(
     policy : Policy
         The same on every rank. The compiler cannot raise its errors: ``verdict.check(policy)`` does, on the host.
     axis_name : str or tuple of str, optional
-        Axes to agree over, in one ``pmax`` of 21 int32; CallOrderError if one is not bound. Default: none, the verdict
-        of this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
+        Axes to agree over, as ``jax.shard_map``, ``jax.vmap(axis_name=)`` or a mesh names them, in one ``pmax`` of 21
+        int32; CallOrderError if one is not bound, InvalidTypeError for anything but names. Default: none, the verdict of
+        this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
     spike : array, optional
         0-d bool: whether this rank sees a spike, such as ``gradscale.SkipSpikes().judge(window, loss)`` returns, or
         InvalidTypeError. If ``verdict.spike``, take no step and leave ``state`` as it is.
@@ -286,7 +251,7 @@ def agree(
         msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {shown(nonfinite)}"
         raise InvalidTypeError(msg)
     words = claims.hash_of(claims.Claim(claims.Call.COMPILED, settings=claims.identify(policy)))
-    group = None if axis_name is None else AxisCollectives(axis_name)
+    axes = None if axis_name is None else _bound(axis_name)
     code: jax.Array | int = 0
     if spike is not None:
         if not isinstance(spike, (bool, np.bool_, np.ndarray, jax.Array)) or np.shape(spike) != ():
@@ -295,11 +260,11 @@ def agree(
                 f"{shown(spike)}: of several values give jnp.any(spike)"
             )
             raise InvalidTypeError(msg)
-        code = jnp.where(spike, claims.reason_code(claims.Reason.SPIKE, 0) - (0 if group is None else group.rank), 0)
+        code = jnp.where(spike, claims.reason_code(claims.Reason.SPIKE, 0) - (lax.axis_index(axes) if axes else 0), 0)
     backend = registry.backend_for(state.scale)
     message = claims.of_arrays(backend, policy, state, words, claims.Flags(nonfinite, code=code))
-    if group is not None:
-        message = group.start_max(message)()
+    if axes:
+        message = lax.pmax(message, axes)
     found, (lowest, highest) = claims.flags_in(message), claims.bounds_in(message)
     is_bad, desynced = found.nonfinite != 0, jnp.any(highest != lowest)
     at_min_scale = jnp.logical_and(found.at_min_scale != 0, is_bad)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 import gradscale
 from gradscale.errors import GradscaleError
@@ -16,27 +15,7 @@ from gradscale.tools.cli.doctor import doctor
 from gradscale.tools.cli.output import error_line
 from gradscale.tools.cli.simulate import simulate
 
-
-def _without_value(params: list[Any]) -> list[Any]:
-    """Return options of which flags are shown as what they are: newer typer says that they take a ``<bool>``."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.metavar = ""
-    return params
-
-
-class _Group(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_value(super().get_params(ctx))
-
-
-class _Command(TyperCommand):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_value(super().get_params(ctx))
-
-
 app = typer.Typer(
-    cls=_Group,
     help="Dynamic gradient scaling: check the installation or a group of ranks, simulate policies.",
     epilog="Examples: gradscale doctor · mpiexec -n 4 python -m gradscale check --group mpi · gradscale simulate CCOC",
     no_args_is_help=True,
@@ -56,19 +35,20 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", metavar="", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Take the options that come before a command."""
 
 
 app.command(
-    cls=_Command,
     epilog="Examples: gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi",
 )(doctor)
-app.command(cls=_Command, epilog=f"Examples: {MPIEXEC} · {TORCHRUN}")(check)
+app.command(epilog=f"Examples: {MPIEXEC} · {TORCHRUN}")(check)
 app.command(
-    cls=_Command,
     epilog="Examples: gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png",
 )(simulate)
 

@@ -59,7 +59,9 @@ def check(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long to wait for a rank.")
     ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print JSON, and nothing else, on stdout.")
+    ] = False,
 ) -> None:
     """Test agreement over the real group: every rank runs this command.
 

@@ -63,7 +63,9 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long all may take together.")
     ] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print JSON, and nothing else, on stdout.")
+    ] = False,
 ) -> None:
     """Say which adapters are installed, usable, or broken and why.
 
