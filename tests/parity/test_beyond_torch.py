@@ -1,10 +1,11 @@
-"""What torch's scalers get wrong in one process and ours do not: scales, reports, fused optimizers, closures."""
+"""What torch's scalers get wrong or do not say, in one process: scales, fused optimizers, closures, saved states."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -12,15 +13,15 @@ from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
 from interrupts import interrupted_anywhere
 from small_torch import Small, assert_same
 from torch.amp.grad_scaler import OptState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import gradscale
-from gradscale import CallOrderError
+from gradscale import CallOrderError, DynamicScale, ScaleDesyncError, StateDictError, StaticScale
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.torch
 
-BOTH = (TorchScaler, GradScaler)
-VARIANTS = ["single", "foreach", "fused"]
 explicit = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-step"])
 
 
@@ -38,15 +39,12 @@ late_or_not = pytest.mark.parametrize("late", [False, True], ids=["at-once", "la
 
 
 @pytest.mark.filterwarnings("ignore::gradscale.TrainingStalledWarning")
-@pytest.mark.parametrize("factors", [(2.0, 0.5), (16.0, 2.0**-20)], ids=str)
-def test_a_scale_that_falls_and_falls_and_reaches_zero_at_torchs_recovers(factors: tuple[float, float]):
-    run = Small(GradScaler("cpu", 2.0**10, *factors, growth_interval=1))
-    for _ in range(300):
-        run.iterate(math.inf)
-    assert run.scaler.get_scale() == 2.0**-126
-    for _ in range(300):
-        run.iterate(1.0)
-    assert run.scaler.get_scale() > 1.0
+def test_a_scale_that_falls_and_falls_and_reaches_zero_at_torchs_recovers():
+    run = Small(GradScaler("cpu", 2.0**10, 16.0, 2.0**-20, growth_interval=1))
+    for gradient in (math.inf, 1.0):
+        for _ in range(300):
+            run.iterate(gradient)
+        assert run.scaler.get_scale() == 2.0**-126 if gradient == math.inf else run.scaler.get_scale() > 1.0
     # Gradients of 1 survive a tiny scale in float32, but for rounding.
     assert run.parameter[0].item() == pytest.approx(-300.0, rel=1e-5)
 
@@ -56,26 +54,18 @@ def sharded(*args, **options) -> ShardedGradScaler:
     return ShardedGradScaler(*args, group=run_ranks(1, lambda group: group)[0], **options)
 
 
-@pytest.mark.parametrize("length", [2, 5])
-@pytest.mark.parametrize("kind", [*BOTH, sharded])
-def test_a_run_as_long_as_a_new_interval_never_grows_at_torchs_and_at_once_at_ours(kind, length: int):
-    run = Small(kind("cpu", 4.0, growth_interval=100))
-    for _ in range(length):
-        run.iterate(1.0)
-    run.scaler.set_growth_interval(2)
-    scales = []
-    for _ in range(4):
+@pytest.mark.parametrize("kind", [TorchScaler, GradScaler, sharded])
+def test_a_run_as_long_as_a_new_interval_never_grows_at_torchs_and_at_once_at_ours(kind):
+    run, scales = Small(kind("cpu", 4.0, growth_interval=100)), []
+    for number in range(7):
+        if number == 3:
+            run.scaler.set_growth_interval(2)
         run.iterate(1.0)
         scales.append(run.scaler.get_scale())
-    assert scales == ([4.0] * 4 if kind is TorchScaler else [8.0, 8.0, 16.0, 16.0])
+    assert scales[3:] == ([4.0] * 4 if kind is TorchScaler else [8.0, 8.0, 16.0, 16.0])
 
 
-# Fused optimizers.
-
-
-def fail():
-    msg = "the optimizer failed"
-    raise RuntimeError(msg)
+# Interrupted and failed steps.
 
 
 @late_or_not
@@ -84,10 +74,10 @@ def fail():
 @explicit
 def test_a_fused_step_that_raises_leaves_no_attributes_behind(explicit: bool, preset: bool):
     run = Small(GradScaler("cpu"), "SGD-fused")
-    run.optimizer.step = fail
+    run.optimizer.step = lambda: 1 // 0
     if preset:
         run.optimizer.grad_scale = torch.tensor(3.0)
-    with pytest.raises(RuntimeError, match="the optimizer failed"):
+    with pytest.raises(ZeroDivisionError):
         run.iterate(1.0, explicit=explicit)
     assert not {"grad_scale", "found_inf"} & set(vars(run.optimizer))
 
@@ -106,7 +96,7 @@ def test_ctrl_c_anywhere_in_a_step_leaves_a_scaler_and_an_optimizer_that_can_be_
         assert run.parameter.tolist() == [value - 1.0 for value in before]
 
 
-@pytest.mark.parametrize("options", [{}, {"hysteresis": 2}, {"tolerance": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"hysteresis": 2}], ids=str)
 @pytest.mark.parametrize("gradient", [1.0, math.inf], ids=["finite", "inf"])
 @pytest.mark.parametrize(("optimizer", "late"), [("SGD", False), ("SGD-fused", True)], indirect=["late"])
 @pytest.mark.usefixtures("late")
@@ -114,7 +104,7 @@ def test_ctrl_c_anywhere_in_an_update_that_is_made_again_moves_the_scale_once(
     options: dict[str, Any], gradient: float, optimizer: str
 ):
     def begin():
-        policy = gradscale.DynamicScale(init_scale=4.0, growth_interval=1, **options)
+        policy = DynamicScale(init_scale=4.0, growth_interval=1, **options)
         run = Small(GradScaler("cpu", policy=policy), optimizer)
         run.iterate(math.inf)
         run.give(gradient)
@@ -132,15 +122,7 @@ def test_ctrl_c_anywhere_in_an_update_that_is_made_again_moves_the_scale_once(
         assert found | {"counts": None} == expected | {"counts": None}
 
 
-def test_what_several_devices_have_found_is_exactly_one():
-    # At torch's it is their sum, and fused kernels skip at exactly 1.
-    run = Small(GradScaler("cpu"), "SGD-fused", start=1.0)
-    run.give(torch.tensor([math.inf, 1.0]))
-    run.scaler.unscale_(run.optimizer)
-    found = {torch.device("cpu"): torch.ones(()), torch.device("cpu", 0): torch.ones(())}
-    run.scaler._per_optimizer_states[id(run.optimizer)]["found_inf_per_device"] = found
-    run.scaler.step(run.optimizer)
-    assert run.held == [[1.0, 1.0]]
+# Fused optimizers, whose verdict the host reads later, as on a device.
 
 
 @late_or_not
@@ -161,54 +143,14 @@ def test_after_a_first_fused_step_that_was_skipped_the_next_one_is_the_first(set
     assert_same(*seen)
 
 
-# Fused optimizers whose verdict the host reads later, as on a device.
-
-
-def fused(scaler) -> Small:
-    """Return a run with a fused optimizer."""
-    return Small(scaler, "SGD-fused", start=1.0, lr=0.5)
-
-
 @pytest.mark.usefixtures("late")
-def test_a_policy_that_raises_at_its_minimum_is_read_at_once():
-    run = fused(GradScaler("cpu", policy=gradscale.DynamicScale(init_scale=2.0, min_scale=2.0, at_min="raise")))
+def test_a_policy_that_raises_at_its_minimum_is_read_at_once_and_an_update_after_the_step_if_somebody_wants_it():
+    policy = DynamicScale(init_scale=2.0, min_scale=2.0, at_min="raise")
+    run = Small(GradScaler("cpu", policy=policy), "SGD-fused")
     with pytest.raises(gradscale.ScaleUnderflowError, match=r"minimum, 2\.0"):
         run.iterate(math.nan)
-    assert run.held == [[1.0, 1.0]]
-
-
-@pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_-then-step"])
-@pytest.mark.parametrize("bad_rank", [0, 1, 2])
-def test_all_ranks_skip_by_themselves(bad_rank: int, explicit: bool):
-    def rank(group: ThreadCollectives):
-        run = fused(ShardedGradScaler("cpu", init_scale=4.0, growth_interval=1, group=group))
-        run.iterate(math.inf if group.rank == bad_rank else 1.0, explicit=explicit)
-        report = run.report
-        run.iterate(1.0, explicit=explicit)
-        told = (report.skipped, report.reason, report.scale, report.nonfinite, report.local_nonfinite)
-        return told, run.held, run.scaler.get_scale(), group.calls
-
-    # With a greeting before the first of two.
-    assert run_ranks(3, rank) == [
-        ((True, "overflow", 4.0, 1, int(rank == bad_rank)), [[0.5, 0.5]], 4.0, 3) for rank in range(3)
-    ]
-
-
-@pytest.mark.usefixtures("late")
-def test_ranks_that_differ_do_not_step_and_are_told_at_the_next_call():
-    def rank(group: ThreadCollectives):
-        run = fused(ShardedGradScaler("cpu", init_scale=4.0 if group.rank == 0 else 8.0, group=group))
-        with pytest.raises(gradscale.ScaleDesyncError, match=r"scale from 4\.0 to 8\.0"):
-            run.iterate(1.0)
-        return run.held
-
-    assert run_ranks(2, rank) == [[[1.0, 1.0]]] * 2
-
-
-@pytest.mark.usefixtures("late")
-def test_an_update_is_reported_if_somebody_wants_it_after_the_step():
-    run = fused(GradScaler("cpu"))
+    assert run.held == [[0.0, 0.0]]
+    run = Small(GradScaler("cpu"), "SGD-fused")
     updates: list[Any] = []
     run.give(math.inf)
     run.scaler.step(run.optimizer)
@@ -217,6 +159,31 @@ def test_an_update_is_reported_if_somebody_wants_it_after_the_step():
     [update] = updates
     assert (update.skipped, update.scale, update.new_scale) == (True, 65536.0, 32768.0)
     assert update.steps == (run.report,)
+
+
+@pytest.mark.usefixtures("late")
+@explicit
+@pytest.mark.parametrize("bad_rank", [0, 1, 2])
+def test_all_ranks_skip_by_themselves_and_those_that_differ_are_told_at_the_next_call(bad_rank: int, explicit: bool):
+    def rank(group: ThreadCollectives):
+        run = Small(ShardedGradScaler("cpu", init_scale=4.0, growth_interval=1, group=group), "SGD-fused")
+        run.iterate(math.inf if group.rank == bad_rank else 1.0, explicit=explicit)
+        report = run.report
+        run.iterate(1.0, explicit=explicit)
+        told = (report.skipped, report.reason, report.scale, report.nonfinite, report.local_nonfinite)
+        seen = told, run.held, run.scaler.get_scale(), group.calls
+        if group.rank == bad_rank:
+            run.scaler.update(8.0)
+        run.give(1.0)
+        with pytest.raises(ScaleDesyncError, match=r"scale from 4\.0 to 8\.0"):
+            run.step(explicit=explicit)
+        assert run.held == seen[1]
+        return seen
+
+    # With a greeting before the first of two.
+    assert run_ranks(3, rank) == [
+        ((True, "overflow", 4.0, 1, int(rank == bad_rank)), [[-1.0, -1.0]], 4.0, 3) for rank in range(3)
+    ]
 
 
 # Closures.
@@ -251,9 +218,9 @@ def minimised(run: Small, keyword: bool, iterations: int, spoil_at: float = math
             run.parameter.grad[0] = math.inf
         return loss
 
+    step = functools.partial(run.scaler.step, closure=closure) if keyword else lambda one: run.scaler.step(one, closure)
     for _ in range(iterations):
-        given = ((), {"closure": closure}) if keyword else ((closure,), {})
-        losses.append(run.scaler.step(run.optimizer, *given[0], **given[1]).item())
+        losses.append(step(run.optimizer).item())
         run.scaler.update()
     return losses
 
@@ -279,29 +246,13 @@ def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(nam
         assert_same([losses, run.parameter], [expected, plain.parameter])
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
-def test_a_refusal_that_no_message_would_tell_the_ranks_of_a_mesh_is_an_error(kind):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]))
-    scaler, optimizer = kind("cpu"), torch.optim.SGD([parameter], lr=0.5)
-    scaler.scale(parameter.sum().full_tensor()).backward()
-    scaler.refuse(optimizer)
-    state = scaler._per_optimizer_states[id(optimizer)]
-    state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.zeros(())}
-    with pytest.raises(CallOrderError, match="let the framework's own flags skip the step"):
-        scaler.step(optimizer)
+# Worlds.
 
 
 @pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
-def test_a_scaler_without_a_group_goes_on_in_a_second_world(kind):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
+def test_a_scaler_without_a_group_goes_on_in_a_second_world_and_refuses_over_its_mesh(kind):
     scaler = kind("cpu", init_scale=4.0)
-    for _ in range(2):
+    for is_second in (False, True):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         try:
             world = torch.distributed.group.WORLD
@@ -309,6 +260,16 @@ def test_a_scaler_without_a_group_goes_on_in_a_second_world(kind):
             optimizer = torch.optim.SGD([parameter], lr=0.5)
             scaler.scale(parameter.sum().full_tensor()).backward()
             before = world._get_sequence_number_for_group()
+            if is_second:
+                # No message would tell the other ranks of it.
+                scaler.refuse(optimizer)
+                state = scaler._per_optimizer_states[id(optimizer)]
+                state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.zeros(1)}
+                with pytest.raises(CallOrderError, match="let the framework's own flags skip the step"):
+                    scaler.step(optimizer)
+                scaler.load_state_dict(scaler.state_dict())
+                optimizer.zero_grad()
+                scaler.scale(parameter.sum().full_tensor()).backward()
             scaler.step(optimizer)
             # A group of the world before would answer, too.
             assert world._get_sequence_number_for_group() > before
@@ -316,3 +277,78 @@ def test_a_scaler_without_a_group_goes_on_in_a_second_world(kind):
         finally:
             torch.distributed.destroy_process_group()
         assert parameter.to_local().tolist() == [0.5, 0.5]
+
+
+# State dicts and pickles.
+
+
+def trained(scaler, gradients: list[float]):
+    """Train on with these gradients; return the scale, the tracker and the parameter after each iteration."""
+    run, seen = Small(scaler, momentum=0.9), []
+    for gradient in gradients:
+        run.iterate(gradient)
+        seen.append([*run.state, run.parameter.detach().clone()])
+    return seen
+
+
+MORE = [0.5, 0.25, -1.0, math.nan, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_it():
+    policy = DynamicScale(init_scale=8.0, growth_interval=3, hysteresis=2, max_scale=64.0)
+    scaler = GradScaler("cpu", policy=policy)
+    trained(scaler, [1.0, math.inf])
+    saved = scaler.state_dict()
+    assert saved["_overflow_tracker"] == 1
+    restored, plain = GradScaler("cpu"), TorchScaler("cpu")
+    for one in (restored, plain):
+        one.load_state_dict(saved)
+    keys = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+    assert plain.state_dict() == {key: saved[key] for key in keys}
+    assert_same(trained(restored, MORE), trained(scaler, MORE))
+    plain.load_state_dict(GradScaler("cpu", policy=StaticScale(init_scale=32.0)).state_dict())
+    assert plain.get_scale() == 32.0
+
+
+@pytest.mark.usefixtures("group")
+def test_an_unpickled_sharded_scaler_agrees_over_the_default_group_and_asks_for_any_other():
+    scaler = ShardedGradScaler("cpu", 2.0**10, 0.25, 4.0, 4)
+    trained(scaler, [1.0, math.inf, 3.0])
+    assert_same(trained(pickle.loads(pickle.dumps(scaler)), MORE), trained(scaler, MORE))
+    scaler.set_group(torch.distributed.group.WORLD)
+    unpickled = pickle.loads(pickle.dumps(scaler))
+    with pytest.raises(CallOrderError, match="set_group"):
+        trained(unpickled, MORE)
+
+
+@pytest.mark.parametrize("key", ["_init_scale", "_growth_factor", "_growth_interval", "_init_growth_tracker"])
+def test_a_pickle_of_torchs_with_a_bad_number_is_refused(key: str):
+    state = TorchScaler("cpu").__getstate__()
+    with pytest.raises(StateDictError):
+        GradScaler.__new__(GradScaler).__setstate__({**state, key: -1})
+
+
+@pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
+@explicit
+def test_gradients_after_a_resume_are_of_a_loss_that_was_scaled(explicit: bool, variant: str):
+    run = Small(GradScaler("cpu", init_scale=1024.0), variant)
+    run.scaler.load_state_dict(run.scaler.state_dict())
+    run.parameter.grad = torch.full((2,), 2048.0)
+    with pytest.raises(AssertionError, match=r"scale\(\) has never been called since a state was loaded"):
+        run.step(explicit=explicit)
+    assert (run.parameter.grad.tolist(), run.held) == ([2048.0, 2048.0], [[0.0, 0.0]])
+
+
+def test_a_checkpoint_after_ranks_have_differed_is_loaded_into_the_same_tensors():
+    def rank(group: ThreadCollectives) -> tuple[bool, float]:
+        run = Small(GradScaler("cpu", group=group))
+        run.give(1.0)
+        saved, tensor = run.scaler.state_dict(), run.scaler._scale
+        if group.rank:
+            run.scaler.set_growth_factor(4.0)
+        with pytest.raises(ScaleDesyncError):
+            run.scaler.step(run.optimizer)
+        run.scaler.load_state_dict(saved | {"scale": 8.0})
+        return run.scaler._scale is tensor, run.scaler.get_scale()
+
+    assert run_ranks(2, rank) == [(True, 8.0)] * 2

@@ -16,7 +16,7 @@ from axes_torch import gradscale_torch, torch
 from small_torch import Small
 from torch.amp.grad_scaler import OptState
 
-from gradscale import GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler
+from gradscale import GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler, presets
 
 pytestmark = pytest.mark.torch
 
@@ -82,7 +82,11 @@ def test_enabled_takes_any_truth_value_and_device_whatever_names_one(pair: Pair)
     ids=str,
 )
 def test_cuda_without_cuda_warns_as_torch_does_and_is_disabled(
-    monkeypatch: pytest.MonkeyPatch, pair: Pair, arguments: tuple[str, ...], options: dict[str, Any], expected: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair,
+    arguments: tuple[str, ...],
+    options: dict[str, Any],
+    expected: list[str],
 ):
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
     for make in pair:
@@ -310,3 +314,8 @@ def test_habits_and_slips_name_what_to_write(name: str):
     for call, match in [(functools.partial(call, make), match) for call, match in SLIPS] if name else OWN_SLIPS:
         with pytest.raises((InvalidTypeError, InvalidValueError), match=match):
             call()
+
+
+def test_a_misspelt_preset_names_the_nearest_one():
+    with pytest.raises(AttributeError, match=r"'megatrom'; did you mean 'megatron'\?"):
+        presets.megatrom  # noqa: B018
