@@ -42,31 +42,6 @@ def clipped(run: Small, gradient: float):
     run.step()
 
 
-@pytest.mark.parametrize(
-    "order", ["look refuse", "judge refuse", "refuse judge", "look judge refuse", "refuse look judge"]
-)
-@pytest.mark.parametrize(("name", "home"), [("SGD", "cpu"), ("SGD", "cuda"), ("AdamW-fused", "cuda")])
-def test_a_refusal_is_obeyed_whatever_a_framework_sees_or_writes(name: str, home: str, order: str):
-    run = made(name, home)
-    before = run.held
-    run.give(1.0)
-
-    def look():
-        run.scaler.unscale_(run.optimizer)
-        assert run.scaler._found_inf_per_device(run.optimizer)
-
-    def judge():
-        finite = {torch.device(home): torch.zeros(1, device=home)}
-        state = run.scaler._per_optimizer_states[id(run.optimizer)]
-        state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, finite
-
-    calls = {"look": look, "judge": judge, "refuse": lambda: run.scaler.refuse(run.optimizer)}
-    for call in order.split():
-        calls[call]()
-    run.step()
-    assert (run.report.reason, run.report.by, run.held, run.scaler.get_scale()) == ("refused", 0, before, 4.0)
-
-
 def test_a_rule_for_spikes_says_that_a_framework_leaves_it_nothing_to_judge():
     run = made("SGD", "cuda", skip=RULE)
     run.give(1.0)
@@ -199,40 +174,6 @@ def test_a_fused_optimizer_in_a_wrapper_takes_unscaled_gradients_and_no_bad_step
         assert run.held == [[weight] * 2]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-@pytest.mark.parametrize("kind", ["guard of torch", "scaler of torch", "guard"])
-def test_duplicates_whose_sum_overflows_and_bad_values_of_eight_bits_skip_the_step(kind: str):
-    makers = {"guard of torch": StepGuard, "guard": gradscale.StepGuard}
-    for bad in (
-        torch.sparse_coo_tensor([[1, 1]], torch.full((2,), 40000.0, dtype=torch.float16), (4,)),
-        torch.full((4,), math.nan).to(torch.float8_e4m3fn),
-    ):
-        scaler = makers[kind]() if kind in makers else GradScaler("cpu", init_scale=1.0, allow_fp16_grads=True)
-        parameter = torch.nn.Parameter(torch.zeros(4, dtype=bad.dtype))
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        scaler.scale(torch.ones(()))
-        parameter.grad = bad
-        scaler.step(optimizer)
-        assert scaler.last_step(optimizer).reason == "overflow"
-
-
-def test_a_refused_first_step_of_a_fused_optimizer_leaves_no_momentum():
-    # torch's own kernel would leave the memory of the momentum as it is, whatever that holds.
-    run = Small(GradScaler("cpu"), "SGD-fused", start=1.0, lr=0.5, momentum=0.5)
-    run.scaler.refuse(run.optimizer)
-    run.iterate(1.0)
-    assert run.optimizer.state[run.parameter].get("momentum_buffer") is None
-    run.iterate(1.0)
-    run.iterate(1.0)
-    assert run.held == [[-0.25] * 2]
-
-
-@pytest.mark.parametrize("name", ["_scale", "_growth_tracker"])
-def test_a_state_without_tensors_is_refused(name: str):
-    with pytest.raises(gradscale.InvalidTypeError, match=f"{name} must be a tensor, got None: to begin anew"):
-        setattr(GradScaler("cpu"), name, None)
-
-
 # A guard.
 
 
@@ -246,29 +187,3 @@ def test_a_guard_is_a_scaler_for_torchs_frameworks_and_takes_no_settings_of_a_sc
             StepGuard(**{name: "cuda"})
     with pytest.raises(gradscale.InvalidTypeError, match="takes its options by name"):
         StepGuard("cuda")
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
-def test_a_guard_leaves_losses_and_gradients_as_they_are_with_and_without_scale(name: str, device: str, dtype: str):
-    options = {"capturable": True} if "Adam" in name and device != "cpu" else {}
-    run = Small(StepGuard(), name, dtypes=(dtype,), devices=(device,), home=device, **options)
-    for number, value in enumerate((3.0, math.nan, 3.0, math.inf, 3.0)):
-        before, loss = run.held, torch.ones((), dtype=getattr(torch, dtype), device=device)
-        run.parameter.grad = torch.full_like(run.parameter, value)
-        if number % 2 == 0:
-            assert run.scaler.scale(loss) is loss
-        run.step(explicit=number > 2)
-        assert (run.report.skipped, run.held == before) == (not math.isfinite(value),) * 2
-        # Also where the state is on a device.
-        run.scaler.load_state_dict(run.scaler.state_dict())
-    assert run.scaler.counts() == {"taken": 3, "overflow": 2, "spike": 0, "refused": 0}
-
-
-def test_the_first_step_at_a_scale_is_right_whatever_the_default_device_is():
-    run = Small(GradScaler("cpu", init_scale=12345.0), start=1.0)
-    run.give(1.0)
-    with torch.device("meta"):
-        run.scaler.step(run.optimizer)
-    assert run.held == [[pytest.approx(0.0, abs=1e-6)] * 2]
