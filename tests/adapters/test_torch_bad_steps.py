@@ -52,19 +52,6 @@ def test_a_rule_for_spikes_says_that_a_framework_leaves_it_nothing_to_judge():
     assert run.report.reason == "stepped"
 
 
-def test_a_refusal_that_no_message_tells_the_other_ranks_is_an_error():
-    run = made("SGD", "cuda", groups=1)
-    run.give(1.0)
-    run.scaler.refuse(run.optimizer)
-    state = run.scaler._per_optimizer_states[id(run.optimizer)]
-    state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cuda"): torch.zeros(1)}
-    with pytest.raises(gradscale.CallOrderError, match="of which no message tells the other ranks"):
-        run.scaler.step(run.optimizer)
-    run.scaler.load_state_dict(run.scaler.state_dict())
-    run.iterate(1.0)
-    assert run.report.reason == "stepped"
-
-
 def test_a_captured_graph_judges_and_learns_in_each_replay(cuda):
     run = made("AdamW-fused", "cuda", skip=RULE)
     for gradient in (1.0, 1.0):
@@ -174,6 +161,23 @@ def test_a_fused_optimizer_in_a_wrapper_takes_unscaled_gradients_and_no_bad_step
         assert run.held == [[weight] * 2]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+@pytest.mark.parametrize("kind", ["guard of torch", "scaler of torch", "guard"])
+def test_duplicates_whose_sum_overflows_and_bad_values_of_eight_bits_skip_the_step(kind: str):
+    makers = {"guard of torch": StepGuard, "guard": gradscale.StepGuard}
+    for bad in (
+        torch.sparse_coo_tensor([[1, 1]], torch.full((2,), 40000.0, dtype=torch.float16), (4,)),
+        torch.full((4,), math.nan).to(torch.float8_e4m3fn),
+    ):
+        scaler = makers[kind]() if kind in makers else GradScaler("cpu", init_scale=1.0, allow_fp16_grads=True)
+        parameter = torch.nn.Parameter(torch.zeros(4, dtype=bad.dtype))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scaler.scale(torch.ones(()))
+        parameter.grad = bad
+        scaler.step(optimizer)
+        assert scaler.last_step(optimizer).reason == "overflow"
+
+
 # A guard.
 
 
@@ -187,3 +191,21 @@ def test_a_guard_is_a_scaler_for_torchs_frameworks_and_takes_no_settings_of_a_sc
             StepGuard(**{name: "cuda"})
     with pytest.raises(gradscale.InvalidTypeError, match="takes its options by name"):
         StepGuard("cuda")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
+def test_a_guard_leaves_losses_and_gradients_as_they_are_with_and_without_scale(name: str, device: str, dtype: str):
+    options = {"capturable": True} if "Adam" in name and device != "cpu" else {}
+    run = Small(StepGuard(), name, dtypes=(dtype,), devices=(device,), home=device, **options)
+    for number, value in enumerate((3.0, math.nan, 3.0, math.inf, 3.0)):
+        before, loss = run.held, torch.ones((), dtype=getattr(torch, dtype), device=device)
+        run.parameter.grad = torch.full_like(run.parameter, value)
+        if number % 2 == 0:
+            assert run.scaler.scale(loss) is loss
+        run.step(explicit=number > 2)
+        assert (run.report.skipped, run.held == before) == (not math.isfinite(value),) * 2
+        # Also where the state is on a device.
+        run.scaler.load_state_dict(run.scaler.state_dict())
+    assert run.scaler.counts() == {"taken": 3, "overflow": 2, "spike": 0, "refused": 0}

@@ -475,6 +475,29 @@ def test_schedules_follow_steps_that_were_made_and_one_read_serves_all(cuda, nam
             run.scaler.step_schedule(schedule, wrong)
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
+@pytest.mark.parametrize("before", [0, 1], ids=["first-message", "second"])
+def test_a_rank_that_never_comes_over_nccl_is_a_timeout_that_aborts_the_group(cuda, optimizer: str, before: int):
+    group = ProcessGroup(cuda, NCCL)
+    run = Run(GradScaler("cuda", group=group, timeout=0.2), optimizer, "cuda")
+
+    def iterate():
+        run.iterate(1.0)
+        assert not run.report.skipped
+
+    for _ in range(before):
+        iterate()
+    group.is_lost = True
+    for error in (gradscale.CollectiveTimeoutError, (gradscale.CollectiveTimeoutError, gradscale.BackendError)):
+        with pytest.raises(error, match=r"rank 0 of 1 waited 0\.2 s|given up"):
+            iterate()
+    with pytest.raises(gradscale.BackendError, match="given up"):
+        run.scaler.set_group(group)
+    run.scaler.set_group(ProcessGroup(cuda, NCCL))
+    iterate()
+    assert group.aborts == 1
+
+
 # Ranks that never come.
 
 
@@ -491,6 +514,27 @@ def test_replays_of_a_loss_that_is_scaled_in_a_graph_are_not_warned_of(cuda):
         graph.replay()
         run.step()
     assert run.held == [[0.75] * 5]
+
+
+@pytest.mark.parametrize(
+    ("policy", "unread", "passes"),
+    [
+        (gradscale.DynamicScale(init_scale=4.0), 2, 1),
+        (gradscale.DynamicScale(init_scale=4.0), 3, 2),
+        (gradscale.StaticScale(4.0), 5, 1),
+        (FallsFast(4.0), 1, 2),
+    ],
+    ids=["two-steps", "three-steps", "static", "own-policy"],
+)
+def test_gradients_are_read_twice_only_where_steps_since_a_verdict_may_have_lowered_the_scale_below_one(
+    monkeypatch: pytest.MonkeyPatch, policy, unread: int, passes: int
+):
+    run = Run(GradScaler("cuda", policy=policy), "AdamW-fused", "cuda")
+    run.iterate_all([1.0] * unread)
+    counted = mock.Mock(wraps=KERNEL)
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", counted)
+    run.iterate(1.0)
+    assert counted.call_count == passes
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
