@@ -475,6 +475,9 @@ def test_schedules_follow_steps_that_were_made_and_one_read_serves_all(cuda, nam
             run.scaler.step_schedule(schedule, wrong)
 
 
+# Ranks that never come.
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
 @pytest.mark.parametrize("before", [0, 1], ids=["first-message", "second"])
 def test_a_rank_that_never_comes_over_nccl_is_a_timeout_that_aborts_the_group(cuda, optimizer: str, before: int):
@@ -496,9 +499,6 @@ def test_a_rank_that_never_comes_over_nccl_is_a_timeout_that_aborts_the_group(cu
     run.scaler.set_group(ProcessGroup(cuda, NCCL))
     iterate()
     assert group.aborts == 1
-
-
-# Ranks that never come.
 
 
 # Captured graphs.

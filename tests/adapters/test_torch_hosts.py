@@ -1,7 +1,4 @@
-"""accelerate, and scripts and optimizers that use the private surface of torch's scaler: the same skips and bits.
-
-The optimizers are small stand-ins that do what apex, Transformer Engine and NeMo do.
-"""
+"""accelerate, and optimizers that are passed the scaler: the same skips, bits and warnings as with torch's."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hosts
 import pytest
@@ -19,7 +14,6 @@ from axes import require
 from axes_torch import GradScaler, TorchScaler, torch
 from hosts import Make, Row, batches, column, loss_of, network, row
 from small_torch import optimizer_of
-from torch.amp.grad_scaler import OptState
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
@@ -125,123 +119,29 @@ def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss(accele
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 2)
 
 
-# Scripts and optimizers.
-
-
-def state_of(scaler, optimizer):
-    """Return what a scaler keeps of an optimizer in an iteration."""
-    return scaler._per_optimizer_states[id(optimizer)]
-
-
-def scripted(make: Make, overflows: Callable[[Any, Any], bool], *, unscales: bool) -> list[Row]:
-    """Train with a script whose optimizer is passed the scaler; its gradients overflow at some steps."""
-    scaler, model, rows = make(), network(), []
-    optimizer = TakesScaler(model, overflows)
-    for skipped, batch in zip(hosts.SKIPS, batches(), strict=True):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, batch)).backward()
-        if skipped:
-            hosts.overflow(model)
-        if unscales:
-            scaler.unscale_(optimizer)
-        # torch warns, at the caller's line, of what it passes itself to.
-        with pytest.warns(FutureWarning, match="grad_scaler|pass(ing)? itself") as warned:
-            assert scaler.step(optimizer) == "called"
-        # That of torch 2.6 warns of its own line.
-        own = {Path(inspect.getfile(TorchScaler))} if type(scaler) is TorchScaler else set()
-        assert {Path(each.filename) for each in warned} <= {Path(__file__), *own}
-        assert optimizer.scaler is scaler
-        scaler.update()
-        rows.append(row(scaler, model))
-    return rows
+# Optimizers that take the scaler.
 
 
 class TakesScaler(torch.optim.SGD):  # type: ignore[misc]
-    """Descend, after judging and unscaling with the help of the scaler, an argument of ``step``."""
+    """As random programs of tests/parity have them; it returns what it was given."""
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, model, overflows: Callable[[Any, Any], bool]):
-        super().__init__(model.parameters(), lr=0.1)
-        self.scaler, self.overflows = None, overflows
-
-    def gradients(self):
-        return [parameter.grad for group in self.param_groups for parameter in group["params"]]
-
-    def step(self, closure=None, *, grad_scaler=None):
-        assert closure is None
-        self.scaler = grad_scaler
-        if grad_scaler._enabled and not self.overflows(self, grad_scaler):
-            super().step()
-        return "called"
-
-    def is_ready(self, scaler) -> bool:
-        return state_of(scaler, self)["stage"] is OptState.READY
-
-    def unscale(self, scaler):
-        if self.is_ready(scaler):
-            inverse = scaler._get_scale_async().double().reciprocal().float()
-            for gradient in self.gradients():
-                gradient.mul_(inverse)
-
-    def own_verdict(self, scaler):
-        """Return the verdict, 0-d float32, after unscaling."""
-        self.unscale(scaler)
-        finite = torch.isfinite(torch.nn.utils.get_total_norm(self.gradients()))
-        return torch.logical_not(finite).float()
+    def step(self, closure=None, *, grad_scaler=None):  # noqa: ARG002
+        return grad_scaler
 
 
-# How it judges.
-
-
-def asks_for_the_verdict(optimizer, scaler) -> bool:
-    ask = scaler._check_inf_per_device if optimizer.is_ready(scaler) else scaler._found_inf_per_device
-    (found,) = ask(optimizer).values()
-    assert (found.shape, found.dtype) == ((), torch.float32)
-    assert found in state_of(scaler, optimizer)["found_inf_per_device"].values()
-    optimizer.unscale(scaler)
-    return bool(found.item())
-
-
-def asks_by_device(optimizer, scaler) -> bool:
-    found = scaler._check_inf_per_device(optimizer)[torch.device("cpu")]
-    optimizer.unscale(scaler)
-    return bool(found.item())
-
-
-def lets_it_unscale(optimizer, scaler) -> bool:
-    if optimizer.is_ready(scaler):
-        scaler.unscale_(optimizer)
-    assert state_of(scaler, optimizer)["stage"] is OptState.UNSCALED
-    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
-
-
-def tells_its_verdict(optimizer, scaler) -> bool:
-    found = optimizer.own_verdict(scaler)
-    state_of(scaler, optimizer)["found_inf_per_device"] = {found.device: found}
-    return bool(found.item())
-
-
-def tells_its_verdict_by_device(optimizer, scaler) -> bool:
-    found = optimizer.own_verdict(scaler)
-    state_of(scaler, optimizer)["found_inf_per_device"][found.device] = found
-    return bool(found.item())
-
-
-@pytest.mark.parametrize("unscales", [True, False], ids=["unscaled", ""])
-@pytest.mark.parametrize(
-    "overflows",
-    [asks_for_the_verdict, asks_by_device, lets_it_unscale, tells_its_verdict, tells_its_verdict_by_device],
-)
-def test_an_optimizer_that_takes_the_scaler_is_served(overflows, unscales: bool):
-    hosts.check_run(hosts.same_as_torchs(lambda make: scripted(make, overflows, unscales=unscales)))
-
-
-def test_a_disabled_scaler_is_not_passed_on():
-    for scaler in (TorchScaler("cpu", enabled=False), GradScaler("cpu", enabled=False)):
-        optimizer = TakesScaler(network(), asks_by_device)
-        optimizer.step = lambda closure=None, *, grad_scaler=None: grad_scaler  # noqa: ARG005
-        assert scaler.step(optimizer) is None
+def test_an_optimizer_that_takes_an_enabled_scaler_is_warned_of():
+    for make in (TorchScaler, GradScaler):
+        scaler, model = make("cpu"), network()
+        optimizer = TakesScaler(model.parameters())
+        scaler.scale(loss_of(model, batches()[0])).backward()
+        # torch warns, at the caller's line, of what it passes itself to; that of torch 2.6 warns of its own line.
+        with pytest.warns(FutureWarning, match="grad_scaler|pass(ing)? itself") as warned:
+            assert scaler.step(optimizer) is scaler
+        own = {Path(inspect.getfile(TorchScaler))} if make is TorchScaler else set()
+        assert {Path(each.filename) for each in warned} <= {Path(__file__), *own}
+        assert make("cpu", enabled=False).step(optimizer) is None
 
 
 def test_a_run_that_differs_in_one_bit_is_found():

@@ -7,10 +7,12 @@ import functools
 import importlib
 import math
 import random
+import re
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from small_torch import KERNEL, LAYOUTS, Small, optimizer_of
 from tiers import examples
 
 import gradscale
-from gradscale import CallOrderError, GradscaleError, InvalidTypeError, InvalidValueError, StaticScale
+from gradscale import CallOrderError, InvalidTypeError, InvalidValueError, StaticScale
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = [
@@ -243,28 +245,15 @@ def test_float16_gradients_are_clipped_where_optax_makes_zeros_of_them():
         np.testing.assert_allclose(np.asarray(array), 200.0 / norm_wanted, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
-def test_an_optimizer_without_gradients_has_the_norm_zero(enabled: bool):
-    run = Small(GradScaler("cpu", enabled=enabled))
-    run.put(None)
-    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == 0.0
-    # A step without gradients is torch's error, with a norm of them or without.
-    with pytest.raises(AssertionError, match="none of whose") if enabled else nullcontext():
-        run.scaler.step(run.optimizer)
-    assert run.report.skipped is enabled
-
-
-@pytest.mark.parametrize(("enabled", "norm"), [(True, 3.0), (False, 24.0)], ids=["enabled", "disabled"])
-def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched(enabled: bool, norm: float):
-    run = Small(GradScaler("cpu", init_scale=8.0, enabled=enabled), size=4)
+def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched():
+    run = Small(GradScaler("cpu", init_scale=8.0), size=4)
     run.put(torch.sparse_coo_tensor([[1, 1]], [8.0, 16.0], (4,)))
     with pytest.raises(InvalidValueError, match="coalesce"):
         run.scaler.unscale_(run.optimizer, max_norm=1.0)
     assert run.parameter.grad._values().tolist() == [8.0, 16.0]
     run.parameter.grad = run.parameter.grad.coalesce()
-    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == norm
+    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == 3.0
     run.scaler.step(run.optimizer)
-    run.scaler.update()
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
 
 
@@ -349,20 +338,53 @@ def test_float16_gradients_are_refused_as_by_torch_and_taken_by_choice(explicit:
         call(run.optimizer)
 
 
-def test_integer_gradients_are_refused_before_anything_is_unscaled():
+def overlapping(shape: tuple[int, ...] = (3,), strides: tuple[int, ...] = (0,)):
+    """Return a tensor whose elements share memory."""
+    return torch.full((4,), 16.0).as_strided(shape, strides)
+
+
+INTEGERS = torch.zeros(2, dtype=torch.int32)
+# Groups of parameters beside the first one, the gradient of the second, and what ours and torch's say of them.
+REFUSED: dict[str, tuple[Any, Any, type[Exception], str, type[Exception] | None]] = {
+    "integers": ([INTEGERS], INTEGERS + 8, InvalidTypeError, r"floating or complex dtype.*got torch\.int32", None),
+    "expanded": ([torch.zeros(3)], overlapping(), InvalidValueError, "overlaps itself", None),
+    "sliding": ([torch.zeros(3, 2)], overlapping((3, 2), (1, 1)), InvalidValueError, "overlaps itself", None),
+    **{
+        name: ([bad], None, InvalidTypeError, rf"got {type(bad).__name__}: {re.escape(repr(bad))}", AssertionError)
+        for name, bad in (("text", "weights"), ("int", 3), ("none", None), ("named", ("name", 1.0)))
+    },
+}
+
+
+@explicit
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_unscaled_is_refused_before_anything_is(name: str, explicit: bool):
+    others, gradient, kind, said, theirs = REFUSED[name]
+    for run, error in zip(pair(), (theirs, kind), strict=True):
+        run.put(8.0)
+        if gradient is not None:
+            others[0].grad = gradient
+        optimizer = Holding([{"params": [run.parameter, *others]}])
+        call = run.scaler.unscale_ if explicit else run.scaler.step
+        if error is not None:
+            # torch 2.6 says nothing.
+            with pytest.raises(error, match=said if error is kind else None):
+                call(optimizer)
+            assert run.parameter.grad.tolist() == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("wrong", [*map(Holding, [None, 3, [3], [{}], [{"params": 3}]]), object()])
+def test_what_has_no_parameters_is_an_error_that_says_so(wrong):
     _, run = pair()
-    run.put(8.0)
-    integers = torch.zeros(2, dtype=torch.int32)
-    integers.grad = torch.full_like(integers, 8)
-    run.optimizer.param_groups[0]["params"].append(integers)
-    with pytest.raises(InvalidTypeError, match=r"floating or complex dtype.*got torch\.int32"):
-        run.scaler.unscale_(run.optimizer)
-    assert (run.parameter.grad.tolist(), integers.grad.tolist()) == ([8.0, 8.0], [8, 8])
+    run.put(1.0)
+    with pytest.raises(InvalidTypeError, match="param_groups"):
+        run.scaler.unscale_(wrong)
 
 
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
 @pytest.mark.parametrize("is_recording", [True, False], ids=["recording", "not recording"])
-def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording: bool):
-    _, run = pair()
+def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording: bool, enabled: bool):
+    run = Small(GradScaler("cpu", init_scale=4.0, enabled=enabled))
     weight = run.parameter
     # As after backward(create_graph=True).
     run.put((weight + 1) * 8.0)
@@ -371,19 +393,20 @@ def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording:
         norm = run.scaler.unscale_(run.optimizer, max_norm=1e9)
         assert torch.is_grad_enabled() is is_recording
     assert not norm.requires_grad
-    assert weight.grad.tolist() == [2.0] * 2
+    assert weight.grad.tolist() == [2.0 if enabled else 8.0] * 2
     assert weight.grad.grad_fn is before
 
 
-@explicit
+@pytest.mark.parametrize("options", [None, {}, {"max_norm": 1.0}], ids=["step", "unscale-step", "clip-step"])
 @pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
-def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_decides(variant: str, explicit: bool):
+def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_decides(variant: str, options):
     # torch's steps a fused one.
     scaler = GradScaler("cpu", init_scale=4.0)
     empty, full = (Small(scaler, variant, size=1) for _ in range(2))
     full.put(math.inf)
-    if explicit:
-        scaler.unscale_(empty.optimizer)
+    if options is not None:
+        norm = scaler.unscale_(empty.optimizer, **options)
+        assert norm is None if not options else norm.item() == 0.0
     with pytest.raises(CallOrderError, match="none of whose parameters has a gradient"):
         scaler.step(empty.optimizer)
     full.step()
@@ -398,6 +421,9 @@ def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_deci
 @pytest.mark.parametrize("shared", ["parameter", "gradient"])
 def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(shared: str, explicit: bool):
     for run, expected in zip(pair(count=2), (1.0, 4.0), strict=True):
+        # At first they share nothing.
+        run.put(*[torch.full((2,), 16.0) for _ in range(2)])
+        run.step(explicit=explicit)
         run.put(*[torch.full((2,), 16.0)] * 2)
         if shared == "gradient":
             run.parameters[1].grad = run.parameter.grad
@@ -405,47 +431,6 @@ def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(s
             run.optimizer.param_groups[0]["params"][1] = run.parameter
         run.step(explicit=explicit)
         assert run.parameter.grad.tolist() == [expected] * 2
-
-
-def test_a_gradient_that_two_parameters_come_to_share_is_unscaled_once():
-    _, run = pair(count=2)
-    for is_shared in (False, True):
-        run.put(16.0)
-        if is_shared:
-            run.parameters[1].grad = run.parameter.grad
-        run.step()
-        assert [parameter.grad.tolist() for parameter in run.parameters] == [[4.0] * 2] * 2
-
-
-@pytest.mark.parametrize("bad", ["weights", 3, None, ("name", 1.0)], ids=["text", "int", "none", "named"])
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_a_parameter_that_is_no_tensor_is_an_assertion_at_torchs_and_named_at_ours(bad, call: str):
-    for run, error in zip(pair(), (AssertionError, InvalidTypeError), strict=True):
-        run.put(1.0)
-        # torch 2.6 says nothing.
-        said = None if error is AssertionError else f"got {type(bad).__name__}"
-        with pytest.raises(error, match=said) as caught:
-            getattr(run.scaler, call)(Holding([{"params": [run.parameter, bad]}]))
-        assert run.parameter.grad.tolist() == [1.0, 1.0]
-    assert repr(bad) in str(caught.value)
-    assert "Holding" in str(caught.value)
-
-
-@pytest.mark.parametrize("wrong", [*map(Holding, [None, 3, [3], [{}], [{"params": 3}]]), object()])
-def test_what_has_no_parameters_is_an_error_that_says_so(wrong):
-    _, run = pair()
-    run.put(1.0)
-    with pytest.raises(InvalidTypeError, match="param_groups"):
-        run.scaler.unscale_(wrong)
-
-
-def run_with(gradient, scale: float = 4.0) -> Small:
-    """Return a run of a parameter like this gradient, which is its scaled one, at some scale."""
-    scaler = GradScaler("cpu", init_scale=scale, allow_fp16_grads=True)
-    run = Small(scaler, dtypes=[str(gradient.dtype).partition(".")[2]])
-    run.parameter.data = torch.zeros(gradient.shape, dtype=gradient.dtype)
-    run.put(gradient)
-    return run
 
 
 @explicit
@@ -458,20 +443,14 @@ def run_with(gradient, scale: float = 4.0) -> Small:
     ],
 )
 def test_duplicates_are_judged_by_their_sum(dtype: str, value: float, scale: float, weight: float, explicit: bool):
-    values = torch.tensor([value, value, 4.0], dtype=getattr(torch, dtype))
-    run = run_with(torch.sparse_coo_tensor([[1, 1, 2]], values, (4,)), scale)
+    run = Small(GradScaler("cpu", init_scale=scale, allow_fp16_grads=True), dtypes=[dtype], size=4)
+    run.put(torch.sparse_coo_tensor([[1, 1, 2]], [value, value, 4.0], (4,), dtype=run.parameter.dtype))
     run.step(explicit=explicit)
     assert run.held == [[0.0, pytest.approx(weight), -1.0 if weight else 0.0, 0.0]]
     assert (run.report.nonfinite, run.scaler.get_scale()) == ((0, scale) if weight else (1, scale / 2))
 
 
-def test_gradients_that_overlap_themselves_are_refused():
-    run = run_with(torch.full((4,), 16.0).as_strided((3, 2), (1, 1)))
-    with pytest.raises(InvalidValueError, match="overlaps itself"):
-        run.scaler.unscale_(run.optimizer)
-    with pytest.raises(GradscaleError):
-        run.scaler.step(run.optimizer)
-    assert run.parameter.eq(0).all()
+# Steps that fail.
 
 
 def test_after_gradients_that_were_unscaled_in_part_no_step_is_made():
@@ -479,7 +458,7 @@ def test_after_gradients_that_were_unscaled_in_part_no_step_is_made():
     # Gradients are looked at thoroughly when they are met first, before any is unscaled.
     run.put(0.0, None)
     run.step()
-    run.put(16.0, torch.full((1,), 16.0).expand(2))
+    run.put(16.0, overlapping((2,)))
     with pytest.raises(InvalidValueError, match="overlaps itself"):
         run.scaler.unscale_(run.optimizer)
     run.parameters[1].grad = torch.full((2,), 16.0)
@@ -506,34 +485,20 @@ def test_a_step_that_fails_behind_the_optimizer_is_made_again_unless_a_kernel_ha
     run.give(1.0)
     with pytest.raises(KeyboardInterrupt):
         run.scaler.step(run.optimizer)
-    if name == "SGD-fused":
-        with pytest.raises(CallOrderError, match="could not be unscaled completely"):
-            run.scaler.step(run.optimizer)
-        assert run.held == [[-1.0, -1.0]]
-    else:
+    is_divided = name == "SGD-fused"
+    with pytest.raises(CallOrderError, match="could not be unscaled completely") if is_divided else nullcontext():
         run.scaler.step(run.optimizer)
-        assert run.held == [[-2.0, -2.0]]
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_norm_of_gradients_that_keep_a_graph_keeps_none(enabled: bool):
-    run = Small(GradScaler("cpu", init_scale=1.0, enabled=enabled))
-    run.scaler.scale(torch.ones(()))
-    run.put(torch.full((2,), 3.0, requires_grad=True) * 1.0)
-    norm = run.scaler.unscale_(run.optimizer, max_norm=1.0)
-    assert not norm.requires_grad
+    assert run.held == [[-1.0 if is_divided else -2.0] * 2]
 
 
 @explicit
 def test_ctrl_c_in_a_look_at_gradients_changes_nothing(explicit: bool, monkeypatch: pytest.MonkeyPatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     run = Small(GradScaler("cpu"))
     run.give(1.0)
     if explicit:
         run.scaler.unscale_(run.optimizer)
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", interrupt)
+    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.scaler._check_inf_per_device(run.optimizer)
     monkeypatch.undo()

@@ -276,6 +276,61 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 COPYING = ["copy", "deepcopy", "method"]
 
 
+def own_verdict(optimizer, scaler, is_ready: bool):
+    """Unscale the gradients as apex does, and return whether they are bad."""
+    gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    if is_ready:
+        for gradient in gradients:
+            gradient.mul_(scaler._get_scale_async().double().reciprocal().float())
+    return torch.logical_not(torch.isfinite(torch.nn.utils.get_total_norm(gradients))).float()
+
+
+def asks(optimizer, scaler, state, is_ready: bool):
+    found = (scaler._check_inf_per_device if is_ready else scaler._found_inf_per_device)(optimizer)
+    assert all(flag is state["found_inf_per_device"][device] for device, flag in found.items())
+    own_verdict(optimizer, scaler, is_ready)
+    return found[torch.device("cpu")]
+
+
+def has_it_unscaled(optimizer, scaler, state, is_ready: bool):
+    if is_ready:
+        scaler.unscale_(optimizer)
+    assert state["stage"] is OptState.UNSCALED
+    return scaler._found_inf_per_device(optimizer)[torch.device("cpu")]
+
+
+def tells(optimizer, scaler, state, is_ready: bool):
+    found = own_verdict(optimizer, scaler, is_ready)
+    state["found_inf_per_device"] = {found.device: found}
+    return found
+
+
+def tells_by_device(optimizer, scaler, state, is_ready: bool):
+    found = own_verdict(optimizer, scaler, is_ready)
+    state["found_inf_per_device"][found.device] = found
+    return found
+
+
+# How optimizers judge that are passed the scaler, as those of apex, Transformer Engine and NeMo.
+JUDGES = {"asks": asks, "unscales": has_it_unscaled, "tells": tells, "tells_by_device": tells_by_device}
+
+
+def asking(base, judge: Callable[..., Any]):
+    """Return a kind of optimizer that is passed the scaler."""
+
+    class Asking(base):  # type: ignore[misc]
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            state = None if grad_scaler is None else grad_scaler._per_optimizer_states[id(self)]
+            if state is not None and judge(self, grad_scaler, state, state["stage"] is OptState.READY).item():
+                return "skipped"
+            super().step(closure)
+            return "stepped"
+
+    return Asking
+
+
 class Side:
     """A scaler, with a model of two or three parameters for each optimizer; and the other side, once there is one."""
 
@@ -315,7 +370,8 @@ class Side:
 
         options = {"momentum": 0.9} if name == "SGD" else {}
         options |= {variant: True} if variant in ("fused", "foreach") else {"foreach": False}
-        optimizer = Counting(model, lr=0.05, **options)
+        kind = Counting if variant not in JUDGES else asking(base, JUDGES[variant])
+        optimizer = kind(model, lr=0.05, **options)
         if (name, variant) == ("SGD", "fused"):
             # When the first step is skipped in its kernel, its momentum stays uninitialised memory.
             for parameter in model:
@@ -606,7 +662,7 @@ class Known:
             # Ours refuses it in the middle of an iteration, where torch's goes on with both scales.
             return self._is_under_way or len(scaler._per_optimizer_states) > 0
         is_sharded = isinstance(scaler, TorchShardedScaler)
-        is_fused = name == "step" and "fused" in self._plan.kinds[arguments[0]]
+        is_fused = name == "step" and self._plan.kinds[arguments[0]].partition("-")[2] in ("fused", *JUDGES)
         if is_fused or (is_sharded and name in ("step", "unscale")):
             # torch's steps a fused optimizer without gradients, and its sharded scaler any.
             groups = self._theirs.optimizers[arguments[0]].param_groups
@@ -675,6 +731,14 @@ def test_random_loops_with_the_sharded_scaler_are_torchs(classes):
     makers = [functools.partial(make, "cpu") for make in classes["ShardedGradScaler"]]
     failed = [run_both(Chance(seed).loops(), makers) for seed in range(examples(300))]
     assert sum(failed) / len(failed) < 0.5
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_random_loops_of_optimizers_that_are_passed_the_scaler_are_torchs():
+    for seed in range(examples(300)):
+        plan = Chance(seed).loops()
+        kinds = [f"SGD-{random.Random(seed + number).choice(list(JUDGES))}" for number in range(len(plan.kinds))]
+        run_both(plan._replace(kinds=kinds), MAKERS)
 
 
 @pytest.mark.usefixtures("group")
