@@ -109,20 +109,36 @@ def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_
     assert (entry.name, entry.rank, entry.largest) == ("weight", (0,), 3.0)
 
 
+# 2,048 and 1 are no float16 together.
+VALUES = torch.tensor([2048.0, 1.0, 1.0, 20.0], dtype=torch.float16)
+GRADIENTS: dict[str, tuple[Callable[[], Any], tuple[tuple[int, ...], int, float | None]]] = {
+    "duplicates": (
+        lambda: torch.sparse_coo_tensor([[0, 0, 0, 2]], VALUES, (4,), check_invariants=True),
+        ((4,), 2, 2050.0 / 4.0),
+    ),
+    "rows": (lambda: torch.eye(2).to_sparse_csr(), ((2, 2), 2, 0.25)),
+    "graph": (lambda: torch.ones(2, requires_grad=True) * 2, ((2,), 2, 0.5)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize("gather", [False, True])
-def test_sparse_gradients_with_duplicates_are_left_as_they_are(gather: bool):
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_any_layout_are_left_as_they_are(name: str, gather: bool):
+    make, told = GRADIENTS[name]
+    gradient = make()
+
     def look(collectives):
         scaler = GradScaler("cpu", init_scale=4.0, group=collectives, allow_fp16_grads=True)
-        run = Small(scaler, dtypes=["float16"], size=4)
-        values = torch.tensor([8.0, 16.0, 20.0], dtype=torch.float16)
-        gradient = torch.sparse_coo_tensor([[0, 0, 2]], values, (4,), check_invariants=True)
-        run.put(gradient)
-        (entry,) = scaler.diagnose(run.optimizer, gather=gather).entries
-        assert run.parameter.grad is gradient
-        assert not gradient.is_coalesced()
+        scaler.scale(torch.ones(()))
+        parameter = torch.nn.Parameter(torch.zeros_like(gradient.detach()))
+        parameter.grad = gradient
+        (entry,) = scaler.diagnose(torch.optim.SGD([parameter]), gather=gather).entries
+        assert parameter.grad is gradient
         return entry.shape, entry.size, entry.largest
 
-    assert run_ranks(1, look) == [((4,), 2, 6.0)]
+    assert run_ranks(1, look) == [told]
+    assert name != "duplicates" or not gradient.is_coalesced()
 
 
 def test_a_state_of_a_tensor_subclass_is_searched_inside():
