@@ -104,16 +104,6 @@ def test_a_leaf_of_autograds_graph_is_overwritten_and_stays_one():
     assert (leaf.item(), leaf.grad_fn, leaf.requires_grad) == (1.0, None, True)
 
 
-@pytest.mark.parametrize(("scale", "passes"), [(1.0, 1), (65536.0, 1), (0.5, 2)])
-def test_gradients_are_read_twice_only_where_the_quotient_may_overflow(
-    monkeypatch: pytest.MonkeyPatch, scale: float, passes: int
-):
-    counted = mock.Mock(wraps=KERNEL)
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", counted)
-    assert in_place([torch.ones(3), torch.ones(2)], scale) == 0
-    assert [len(call.args[0]) for call in counted.call_args_list] == [2] * passes
-
-
 # Where a device has no kernel for a dtype.
 
 

@@ -1,24 +1,30 @@
-"""The page of recipes for torch: each block runs against its host, skips, and leaves alone what a skip must leave."""
+"""The pages' recipes for torch: each block runs against its host, skips, and leaves alone what a skip must leave."""
 
 from __future__ import annotations
 
 import collections
 import importlib.util
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axes import require
-from axes_torch import GradScaler, torch
+from axes_torch import GradScaler, gradscale_torch, torch
 from hosts import Loader
-from recipe_blocks import TORCH_PAGE, blocks_on
+from recipe_blocks import GUARD_PAGE, TORCH_PAGE, blocks_on, run_on
 from worlds import GlooWorld, each
+
+import gradscale
 
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.tier("all"),
-    # Lightning 2.6 itself uses what torch 2.13 has deprecated.
+    # Lightning 2.6 itself uses what torch 2.13 has deprecated, and so does ignite 0.5.
     pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
+    pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported:UserWarning"),
 ]
 
 recipes = importlib.import_module("recipe_scenarios")
@@ -46,33 +52,151 @@ def skips(scaler) -> list[bool]:
     return [report.skipped for report in scaler.history]
 
 
-def run_common(name: str, scaler_of: str = "", **more):
-    """Run a recipe with what most take for granted: the scaler skips, and the schedule holds."""
-    names: dict[str, Any] = recipes.run_block(name, **common() | more)
-    scaler = names["scaler"] if not scaler_of else names[scaler_of].scaler
-    assert skips(scaler) == SKIPS
-    assert getattr(names["schedule"], "last_epoch", 5) == 5
-    return names | {"scaler": scaler}
-
-
 def test_every_block_is_known():
     assert set(blocks_on(TORCH_PAGE)) == NAMES
 
 
-@pytest.mark.parametrize(
-    ("name", "scaler_of", "library"), [("schedule", "", "torch"), ("accelerate", "accelerator", "accelerate")]
+# Hosts of one process.
+
+
+def for_lightning(given: dict[str, Any], _: Path):
+    """Return what the recipe of Lightning's Trainer takes for granted."""
+
+    class Module(require("lightning").LightningModule):  # type: ignore[misc]
+        def __init__(self):
+            super().__init__()
+            self.model = given["model"]
+
+        def training_step(self, batch):
+            return given["loss_of"](self.model, batch)
+
+        def configure_optimizers(self):
+            schedule = {"scheduler": given["schedule"], "interval": "step"}
+            return {"optimizer": given["optimizer"], "lr_scheduler": schedule}
+
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(silent, False)}
+    return {"loader": Loader(given["loader"]), "module": Module(), "options": options}
+
+
+def for_transformers(given: dict[str, Any], folder: Path):
+    """Return what the recipes of transformers' Trainer take for granted."""
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self):
+            super().__init__()
+            self.inner = given["model"]
+
+        def forward(self, inputs, labels):
+            assert labels.shape == (8, 1)
+            return {"loss": given["loss_of"](self.inner, inputs)}
+
+    options = {"output_dir": str(folder), "use_cpu": True, "num_train_epochs": 1, "per_device_train_batch_size": 8}
+    silent = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    examples = [{"inputs": one, "labels": torch.zeros(1)} for batch in recipes.made_loader() for one in batch]
+    return {"model": Model(), "examples": examples, "options": options | silent}
+
+
+def import_torchvision():
+    """Import it also where it is one for CUDA and torch one for the CPU, as timm does."""
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            importlib.import_module("torchvision")
+        except RuntimeError:
+            # It finds none of its operators, two of which it takes for granted. Nothing here calls them.
+            for name in ("nms", "qnms"):
+                torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou) -> Tensor")
+
+
+def for_timm(given: dict[str, Any], _: Path):
+    """Return a schedule of timm's."""
+    from timm.scheduler import StepLRScheduler
+
+    return {"schedule": StepLRScheduler(given["optimizer"], decay_t=1, decay_rate=0.5, t_in_epochs=False)}
+
+
+def for_ignite(given: dict[str, Any], _: Path):
+    """Return what the recipe of ignite takes for granted."""
+
+    def loss_fn(outputs, targets):
+        assert targets.shape == (8, recipes.FEATURES)
+        return given["loss_of"](torch.nn.Identity(), outputs)
+
+    return {"loss_fn": loss_fn, "pairs": recipes.pairs()}
+
+
+def saved_by_fabric(names: dict[str, Any]) -> int:
+    assert torch.load(names["path"], weights_only=True)["precision"] == names["precision"].scaler.state_dict()
+    return names["schedule"].last_epoch
+
+
+TRANSFORMERS: tuple[Any, ...] = (
+    for_transformers,
+    lambda names: names["trainer"].accelerator.scaler,
+    [lambda names: names["trainer"].lr_scheduler.last_epoch],
 )
+ADVANCED = [lambda names: names["schedule"].last_epoch]
+# The library, what its recipe takes for granted, its scaler, and what counts the steps that were made.
+HOSTS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any], list[Callable[..., int]]]] = {
+    "schedule": ("torch", lambda *_: {}, lambda names: names["scaler"], ADVANCED),
+    "followers": (
+        "torch",
+        lambda *_: {},
+        lambda names: names["scaler"],
+        [lambda names: names["steps"], lambda names: int(names["average"].n_averaged)],
+    ),
+    "accelerate": (
+        "accelerate",
+        lambda *_: {},
+        lambda names: names["accelerator"].scaler,
+        [lambda names: names["schedule"].scheduler.last_epoch],
+    ),
+    "trainer": ("lightning", for_lightning, lambda names: names["scaler"], ADVANCED),
+    "fabric": (
+        "lightning",
+        lambda _, folder: {"path": folder / "fabric.ckpt"},
+        lambda names: names["precision"].scaler,
+        [saved_by_fabric],
+    ),
+    "transformers": ("transformers", *TRANSFORMERS),
+    "transformers_bfloat16": ("transformers", *TRANSFORMERS),
+    "timm": (
+        "timm",
+        for_timm,
+        lambda names: names["loss_scaler"]._scaler,
+        [
+            lambda names: names["updates"],
+            lambda names: round(math.log2(0.1 / names["optimizer"].param_groups[0]["lr"])),
+        ],
+    ),
+    "ignite": ("ignite", for_ignite, lambda names: names["scaler"], ADVANCED),
+}
+
+
 @pytest.mark.usefixtures("reset_accelerate")
-def test_a_schedule_holds(name: str, scaler_of: str, library: str):
+@pytest.mark.parametrize("name", HOSTS)
+def test_bad_steps_are_skipped_and_what_follows_the_optimizer_holds(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    library, granted, scaler_of, steps = HOSTS[name]
+    if name == "timm":
+        import_torchvision()
     require(library)
-    run_common(name, scaler_of)
+    given = common()
+    names = given | recipes.run_block(name, **given | granted(given, tmp_path))
+    assert skips(scaler_of(names)) == SKIPS
+    assert [count(names) for count in steps] == [5] * len(steps)
+    if name == "trainer":
+        assert "StepReport(skipped=True" in capsys.readouterr().out
+    if name == "schedule":
+        # It is resumed with its schedule and its scale.
+        resumed = recipes.run_block("resume", **names | {"path": tmp_path / "run.pt"})
+        assert resumed["scaler"] is not names["scaler"]
+        assert resumed["scaler"].state_dict() == names["scaler"].state_dict()
+        assert resumed["schedule"].last_epoch == 5
 
 
-def test_what_follows_the_optimizer_holds():
-    # The block leaves the schedule alone.
-    names = recipes.run_block("followers", **common())
-    assert skips(names["scaler"]) == SKIPS
-    assert names["steps"] == int(names["average"].n_averaged) == 5
+# Problems.
 
 
 CLIPPED: dict[str, Any] = {
@@ -122,33 +246,40 @@ class Steep(recipes.Losses):  # type: ignore[misc]
         return 8.0 * super().__call__(model, batch)
 
 
+def counted(*optimizers):
+    """Return how often each of some optimizers is stepped."""
+    steps = collections.Counter[int]()
+    for index, one in enumerate(optimizers):
+        one.register_step_post_hook(lambda *_, index=index: steps.update([index]))
+    return steps
+
+
 def test_each_of_a_gans_optimizers_skips_by_itself_and_the_scale_falls_once():
     given = common(())
     critic = recipes.made_model(1)
     generator = torch.nn.Linear(recipes.FEATURES, recipes.FEATURES)
-    optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
-    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    optimizer, critic_optimizer = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (generator, critic))
     # The critic's gradients overflow in its own pass of the second batch and of the fourth, and the generator's in the
     # third and the fourth. The critic's are accumulated twice in a batch.
     critic[0].weight.register_post_accumulate_grad_hook(recipes.overflowing({3, 7}))
     generator.weight.register_post_accumulate_grad_hook(recipes.overflowing({3, 4}))
-    steps = collections.Counter[str]()
-    for name, one in (("generator", optimizer), ("critic", critic_optimizer)):
-        one.register_step_post_hook(lambda *_, name=name: steps.update([name]))
+    steps = counted(optimizer, critic_optimizer)
     names = given | {"model": generator, "optimizer": optimizer, "critic": critic}
     names = recipes.run_block("gan", **names | {"critic_optimizer": critic_optimizer})
-    assert steps == {"critic": 6, "generator": 6}
+    assert steps == {0: 6, 1: 6}
     # Batches 2, 3 and 4, of which the last has two overflows.
     assert names["scaler"].get_scale() == 2.0**13
 
 
-def test_a_run_is_resumed_with_its_schedule_and_its_scale(tmp_path: Path):
-    trained = run_common("schedule")
-    kept = trained["scaler"].state_dict()
-    names = recipes.run_block("resume", **trained | {"path": tmp_path / "run.pt"})
-    assert names["scaler"] is not trained["scaler"]
-    assert names["scaler"].state_dict() == kept
-    assert names["schedule"].last_epoch == 5
+def test_the_optimizers_of_a_container_skip_together():
+    given = common(())
+    model = given["model"]
+    # Of one optimizer's gradients alone.
+    model[2].weight.register_post_accumulate_grad_hook(recipes.overflowing(OVERFLOWS))
+    container = recipes.OptimizersContainer([model[0], model[2]], lr=0.1)
+    steps = counted(*container.optimizers)
+    names = recipes.run_block("container", **given | {"container": container})
+    assert (skips(names["scaler"]), steps, names["scaler"].get_scale()) == (SKIPS, {0: 5, 1: 5}, 2.0**13)
 
 
 class SAM:
@@ -197,24 +328,33 @@ def test_sam_in_two_steps_is_sam_in_float32_without_the_batches_that_overflow(ba
     torch.testing.assert_close(list(given["model"].parameters()), list(model.parameters()), rtol=1e-5, atol=1e-7)
 
 
-def on_two_ranks(scenario, *cases: tuple[Any, ...]):
-    """Yield what both ranks say, the same, of each case; the one with the overflow comes last."""
-    for case, answers in each(GlooWorld(2), scenario, [(*case, bad_rank) for case in cases for bad_rank in (0, 1)]):
-        assert answers[0] == answers[1], case
-        yield answers[0]
+# Two ranks.
+
+# The scenario, in which batches one rank overflows, and what both ranks have then.
+TOGETHER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "ddp": (OVERFLOWS, {"skipped": [*OVERFLOWS], "scale": 2.0**13, "steps": {5.0}, "advanced": 5}),
+    "actor": (
+        MICRO_OVERFLOWS,
+        {"skipped": [2, 4], "scale": 2.0**14, "dtypes": {"torch.float16"}}
+        | {"masters": {"torch.float32"}, "moments": {"torch.float32"}},
+    ),
+    "torchtitan": (
+        OVERFLOWS,
+        {"skipped": [*OVERFLOWS], "scale": 2.0**13, "steps": {5.0}, "fused": [True, False]}
+        # The warm-up's next step is the sixth of eight.
+        | {"rates": pytest.approx([0.01 * 6 / 8] * 2)},
+    ),
+}
 
 
-def test_replicas_skip_together_and_the_schedule_advances_with_steps_that_were_made():
-    for answer in on_two_ranks(recipes.ddp, (OVERFLOWS,)):
-        assert (answer["skipped"], answer["scale"]) == (list(OVERFLOWS), 2.0**13)
-        assert (answer["steps"], answer["advanced"]) == ({5.0}, 5)
-
-
-def test_the_actor_skips_on_both_ranks_whole_batches():
-    for answer in on_two_ranks(recipes.actor, (MICRO_OVERFLOWS,)):
-        assert (answer["skipped"], answer["scale"]) == ([2, 4], 2.0**14)
-        assert answer["dtypes"] == {"torch.float16"}
-        assert answer["masters"] == answer["moments"] == {"torch.float32"}
+@pytest.mark.parametrize("name", TOGETHER)
+def test_both_ranks_skip_together_and_what_follows_the_optimizers_holds(name: str):
+    if name == "torchtitan":
+        require("torchtitan")
+    overflows, expected = TOGETHER[name]
+    for _, answers in each(GlooWorld(2), getattr(recipes, name), [(overflows, bad_rank) for bad_rank in (0, 1)]):
+        assert answers[0] == answers[1]
+        assert {key: answers[0][key] for key in expected} == expected
 
 
 def test_dcp_saves_and_loads_the_scaler(tmp_path: Path):
@@ -222,36 +362,6 @@ def test_dcp_saves_and_loads_the_scaler(tmp_path: Path):
     for answer in answers:
         assert answer["before"] == answer["after"]
         assert (answer["after"]["scale"], answer["after"]["growth_interval"]) == (2.0**15, 400)
-
-
-def test_the_trainer_skips_and_holds_the_schedule(capsys: pytest.CaptureFixture[str]):
-    lightning = require("lightning")
-    given = common()
-
-    class Module(lightning.LightningModule):  # type: ignore[misc]
-        def __init__(self):
-            super().__init__()
-            self.model = given["model"]
-
-        def training_step(self, batch):
-            return given["loss_of"](self.model, batch)
-
-        def configure_optimizers(self):
-            schedule = {"scheduler": given["schedule"], "interval": "step"}
-            return {"optimizer": given["optimizer"], "lr_scheduler": schedule}
-
-    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(silent, False)}
-    names = run_common("trainer", **given | {"loader": Loader(given["loader"])}, module=Module(), options=options)
-    assert names["schedule"].last_epoch == 5
-    assert "StepReport(skipped=True" in capsys.readouterr().out
-
-
-def test_fabric_skips_holds_the_schedule_and_saves(tmp_path: Path):
-    require("lightning")
-    names = run_common("fabric", "precision", path=tmp_path / "fabric.ckpt")
-    saved = torch.load(tmp_path / "fabric.ckpt", weights_only=True)
-    assert saved["precision"] == names["scaler"].state_dict()
 
 
 def test_accelerates_checkpoint_of_fsdp2_leaves_the_scaler_as_it_was_if_it_is_loaded_last(tmp_path: Path):
@@ -262,98 +372,6 @@ def test_accelerates_checkpoint_of_fsdp2_leaves_the_scaler_as_it_was_if_it_is_lo
         # Once it is not, the page need not say so.
         assert (answer["loaded"]["scale"], answer["loaded"]["_growth_tracker"]) == (2048.0, 0)
         assert answer["by the recipe"] == answer["saved"]
-
-
-@pytest.mark.usefixtures("reset_accelerate")
-@pytest.mark.parametrize("name", ["transformers", "transformers_bfloat16"])
-def test_the_trainer_of_transformers_skips_and_holds_the_schedule(tmp_path: Path, name: str):
-    require("transformers")
-    given = common()
-
-    class Model(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self):
-            super().__init__()
-            self.inner = given["model"]
-
-        def forward(self, inputs, labels):
-            assert labels.shape == (8, 1)
-            return {"loss": given["loss_of"](self.inner, inputs)}
-
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "num_train_epochs": 1, "per_device_train_batch_size": 8}
-    silent = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    examples = [{"inputs": one, "labels": torch.zeros(1)} for batch in recipes.made_loader() for one in batch]
-    names = recipes.run_block(name, model=Model(), examples=examples, options=options | silent)
-    assert skips(names["trainer"].accelerator.scaler) == SKIPS
-    assert names["trainer"].lr_scheduler.last_epoch == 5
-
-
-@pytest.fixture
-def timm():
-    """Return timm, also where torchvision is one for CUDA and torch one for the CPU."""
-    if importlib.util.find_spec("torchvision") is not None:
-        try:
-            importlib.import_module("torchvision")
-        except RuntimeError:
-            # It finds none of its operators, two of which it takes for granted. Nothing here calls them.
-            for name in ("nms", "qnms"):
-                torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou) -> Tensor")
-    return require("timm")
-
-
-@pytest.mark.usefixtures("timm")
-def test_timm_skips_and_holds_the_schedule():
-    from timm.scheduler import StepLRScheduler
-
-    given = common()
-    optimizer = given["optimizer"]
-    given["schedule"] = StepLRScheduler(optimizer, decay_t=1, decay_rate=0.5, t_in_epochs=False)
-    names = recipes.run_block("timm", **given)
-    assert skips(names["loss_scaler"]._scaler) == SKIPS
-    assert names["updates"] == 5
-    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**5
-
-
-# ignite 0.5 itself uses what torch 2.13 has deprecated.
-@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported:UserWarning")
-def test_ignite_skips_and_holds_the_schedule():
-    require("ignite")
-    given = common()
-    losses = given["loss_of"]
-
-    def loss_fn(outputs, targets):
-        assert targets.shape == (8, recipes.FEATURES)
-        return losses(torch.nn.Identity(), outputs)
-
-    names = recipes.run_block("ignite", **given, loss_fn=loss_fn, pairs=recipes.pairs())
-    scaler, trainer = names["scaler"], names["trainer"]
-    assert trainer.state.iteration == recipes.BATCHES
-    assert skips(scaler) == SKIPS
-    assert given["schedule"].last_epoch == 5
-
-
-def test_the_optimizers_of_a_container_skip_together():
-    given = common(())
-    model = given["model"]
-    # Of one optimizer's gradients alone.
-    model[2].weight.register_post_accumulate_grad_hook(recipes.overflowing(OVERFLOWS))
-    container = recipes.OptimizersContainer([model[0], model[2]], lr=0.1)
-    steps = collections.Counter[int]()
-    for index, optimizer in enumerate(container.optimizers):
-        optimizer.register_step_post_hook(lambda *_, index=index: steps.update([index]))
-    names = recipes.run_block("container", **given | {"container": container})
-    assert skips(names["scaler"]) == SKIPS
-    assert steps == {0: 5, 1: 5}
-    assert names["scaler"].get_scale() == 2.0**13
-
-
-def test_torchtitans_optimizers_skip_together_on_both_ranks_and_its_schedules_hold():
-    require("torchtitan")
-    for answer in on_two_ranks(recipes.torchtitan, (OVERFLOWS,)):
-        assert (answer["skipped"], answer["scale"]) == (list(OVERFLOWS), 2.0**13)
-        assert (answer["fused"], answer["steps"]) == ([True, False], {5.0})
-        # The warm-up's next step is the sixth of eight.
-        assert answer["rates"] == pytest.approx([0.01 * 6 / 8] * 2)
 
 
 @pytest.mark.parametrize("bad_part", [None, *PARTS])
@@ -377,3 +395,35 @@ def test_all_stages_of_a_pipeline_skip_when_one_part_of_one_overflows(bad_part: 
     mine = [torch.tensor(weight) for index in PARTS for weight in trained[index]]
     # The mean is of micro-batches, and the norm's sum in another order.
     torch.testing.assert_close(mine, [*map(torch.Tensor.detach, model.parameters())], rtol=1e-5, atol=1e-6)
+
+
+# Guards that skip spikes in bfloat16.
+
+SPIKE = 70  # of 72 batches
+
+
+def test_the_loop_of_one_process_skips_a_spike():
+    model = recipes.made_model()
+    given: dict[str, Any] = {"gradscale": gradscale, "gradscale_torch": gradscale_torch, "model": model}
+    given["optimizer"] = torch.optim.AdamW(model.parameters(), lr=0.01)
+    given |= {"loader": recipes.made_loader(72), "loss_of": recipes.Losses((SPIKE,), 1e6)}
+    guard = run_on(GUARD_PAGE, "spikes", **given)["guard"]
+    skipped = [(report.iteration, report.reason, report.by) for report in guard.history if report.skipped]
+    assert skipped == [(SPIKE, "spike", 0)]
+
+
+@pytest.mark.parametrize("name", ["guard_ddp", "guard_fsdp2", "torchtitan"])
+def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str):
+    if name == "torchtitan":
+        require("torchtitan")
+    cases = [(name, (SPIKE,), 0), (name, (SPIKE,), 1), *[(name, (), 0)] * (name != "torchtitan")]
+    for (_, spikes, _), answers in each(GlooWorld(2), recipes.guarded, cases):
+        answer, steps = answers[0], 72 - len(spikes)
+        assert answer == answers[1]
+        assert (answer["skipped"], answer["steps"]) == ([(SPIKE, "spike")] * len(spikes), {float(steps)})
+        assert (answer["scale"], answer["counts"]["spike"]) == (1.0, len(spikes))
+        if name == "guard_ddp":
+            assert answer["followed"] == (steps, steps)
+        if name == "torchtitan":
+            # The warm-up's next step is the 72nd of a hundred.
+            assert answer["rates"] == pytest.approx([0.01 * 72 / 100])

@@ -1,16 +1,23 @@
-"""What the ranks do in the tests of sharded models: DDP, FSDP1 and FSDP2 with gradscale's scalers, and with torch's.
+"""What ranks do in the tests of sharded models: DDP, FSDP1, FSDP2 and DTensors with gradscale's scalers, or torch's.
 
 Where both are compared, each rank runs torch's first. What is returned must be the same on all ranks.
 """
 
+import contextlib
+import dataclasses
 import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
+import array_api_compat.torch
 import torch
 import torch.distributed as dist
+from diagnoses import Part, back, row
+from libraries import Library
+from scenarios import raised, rank_and_size
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -23,15 +30,17 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import gradscale
 import gradscale_torch
+from gradscale_torch import devices
 
 LIBRARIES = ("torch", "gradscale")
 LEARNING_RATE = 0.25
 ITERATIONS = 8
-TIMEOUT = 20.0
 SETTINGS = {
     "loss": {"init_scale": 2.0**18, "growth_interval": 2},
     "gradient": {"init_scale": 2.0**10, "growth_interval": 3},
@@ -107,13 +116,10 @@ def distribute(setup: Setup, mesh: DeviceMesh | None = None) -> nn.Module:
 
 def make_scaler(setup: Setup, library: str, **settings):
     """Return the scaler that torch documents for a method, torch's own or gradscale's."""
-    if library == "gradscale":
-        settings = {"timeout": TIMEOUT} | settings
+    kinds: tuple[Any, Any] = (torch.amp.GradScaler, gradscale_torch.GradScaler)
     if setup.method == "FSDP1":
-        return {"torch": TorchShardedGradScaler, "gradscale": gradscale_torch.ShardedGradScaler}[library](
-            "cpu", **settings
-        )
-    return {"torch": torch.amp.GradScaler, "gradscale": gradscale_torch.GradScaler}[library]("cpu", **settings)
+        kinds = (TorchShardedGradScaler, gradscale_torch.ShardedGradScaler)
+    return kinds[0]("cpu", **settings) if library == "torch" else kinds[1]("cpu", **{"timeout": 20.0, **settings})
 
 
 def whole_weights(model: nn.Module) -> bytes:
@@ -227,34 +233,6 @@ def compare(group, setup: Setup, overflow: str, is_fused: bool):
 MESHES = {"data": (4,), "hybrid": (2, 2), "data and tensor": (2, 2)}
 
 
-def mesh_overflow(group, bad_rank: int, parallel: str, is_reversed: bool):
-    """Overflow in the first gradient on one rank of a mesh, with the plain scaler and no group given.
-
-    With ``is_reversed`` the optimizer holds the parameters from last to first. Torch does not agree over a dimension
-    that replicates, nor over one in which the first gradient is not sharded.
-    """
-    rank = group.rank()
-    apart = {"data": 1, "hybrid": rank // 2 == bad_rank // 2, "data and tensor": rank % 2 == bad_rank % 2}[parallel]
-    for library in LIBRARIES:
-        model = distribute_over(MESHES[parallel], parallel)
-        parameters = list(model.parameters())
-        optimizer = torch.optim.SGD(parameters[::-1] if is_reversed else parameters, lr=LEARNING_RATE)
-        scaler = make_scaler(FSDP2, library, init_scale=8.0)
-        scaler.scale(backward_loss(model, rank)).backward()
-        if rank == bad_rank:
-            inject_infinity(parameters)
-        initial = [gradient.clone() for gradient in local_gradients(parameters)]
-        assert all(bool(gradient.isfinite().all()) for gradient in initial) == (rank != bad_rank)
-        weights = as_bytes(parameters)
-        scaler.unscale_(optimizer)
-        # Each gradient is the initial one times exactly 1/8.
-        assert all(torch.equal(g, i * 0.125) for g, i in zip(local_gradients(parameters), initial, strict=True))
-        scaler.step(optimizer)
-        scaler.update()
-        skips = library == "gradscale" or apart or (parallel != "hybrid" and not is_reversed)
-        assert (as_bytes(parameters) == weights, scaler.get_scale()) == ((True, 4.0) if skips else (False, 8.0))
-
-
 def clip(group, parallel: str, max_norm: float):
     """Clip unscaled gradients of a mesh by their global norm: torch's two calls, or gradscale's one."""
     norms, gradients = [], []
@@ -295,8 +273,6 @@ def distribute_over(shape: tuple[int, ...], parallel: str, dtype: torch.dtype = 
     if parallel != "data and tensor":
         names = ("replicate", "shard")[-len(shape) :]
         return distribute(FSDP2, init_device_mesh("cpu", shape, mesh_dim_names=names))
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
     # The last layer is there because FSDP2 warns of a view among a module's outputs.
@@ -306,20 +282,6 @@ def distribute_over(shape: tuple[int, ...], parallel: str, dtype: torch.dtype = 
     return model
 
 
-class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists what is sent through torch.distributed while it is entered: operation, number of elements and dtype."""
-
-    def __init__(self):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sent: list[tuple[str, int, str]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in func.name():
-            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-            self.sent.append((func.name(), first.numel(), str(first.dtype)))
-        return func(*args, **(kwargs or {}))
-
-
 def started() -> int:
     """Return how many collectives this rank has started in all groups, as the groups themselves count them."""
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
@@ -327,31 +289,266 @@ def started() -> int:
 
 
 def count_collectives(group, explicit: bool):
-    """Count what one iteration sends for two optimizers with two dtypes each, over a mesh of data and tensor ranks."""
+    """Count what an iteration sends for two optimizers with two dtypes each, over a mesh of data and tensor ranks."""
     del group
+    dtypes = torch.float32, torch.bfloat16
     for library in LIBRARIES:
-        pairs = [
-            [distribute_over((2, 2), "data and tensor", dtype) for dtype in (torch.float32, torch.bfloat16)]
-            for _ in range(2)
-        ]
+        pairs = [[distribute_over((2, 2), "data and tensor", dtype) for dtype in dtypes] for _ in range(2)]
         optimizers = [torch.optim.SGD([p for model in pair for p in model.parameters()], lr=0.1) for pair in pairs]
         scaler = make_scaler(FSDP2, library, init_scale=8.0)
         for iteration in range(4):
-            losses = [
-                model(torch.ones(2, 6, dtype=next(model.parameters()).dtype)).float().sum()
-                for pair in pairs
-                for model in pair
-            ]
+            given = [torch.ones(2, 6, dtype=dtype) for dtype in dtypes]
+            losses = [model(x).float().sum() for pair in pairs for model, x in zip(pair, given, strict=True)]
             torch.autograd.backward(scaler.scale(losses))
             before = started()
-            with Collectives() as collectives:
+            for call in [scaler.unscale_] * explicit + [scaler.step]:
                 for optimizer in optimizers:
-                    if explicit:
-                        scaler.unscale_(optimizer)
-                for optimizer in optimizers:
-                    scaler.step(optimizer)
-                scaler.update()
+                    call(optimizer)
+            scaler.update()
             # The first compares the ranks' versions, too.
-            if iteration:
-                assert started() - before == (8 if library == "torch" else 2)
-                assert library == "torch" or collectives.sent == [("c10d::allreduce_", 21, "torch.int32")] * 2
+            assert not iteration or started() - before == (8 if library == "torch" else 2)
+
+
+# DTensors, and the plain scaler. Steps of 1 in the direction of the gradient are easy to read off.
+
+
+def make_optimizer(parameters: Sequence[Tensor], **options):
+    """Return an SGD that counts, in ``real_steps``, how often it has been called."""
+    optimizer = torch.optim.SGD(parameters, lr=1.0, **options)
+    optimizer.real_steps = 0
+    optimizer.register_step_post_hook(lambda one, *_: setattr(one, "real_steps", one.real_steps + 1))
+    return optimizer
+
+
+def as_dtensor(mesh, local: Tensor) -> DTensor:
+    """Return a DTensor sharded over all dimensions of a mesh, of which this is the rank's part."""
+    return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim)
+
+
+def sharded(mesh, value: float | None = None) -> torch.nn.Parameter:
+    """Return a parameter of ones, two on each rank, and a gradient of this value."""
+    parameter = torch.nn.Parameter(as_dtensor(mesh, torch.ones(2)))
+    parameter.grad = None if value is None else as_dtensor(mesh, torch.full((2,), value))
+    return parameter
+
+
+def local(tensor) -> list[float]:
+    """Return this rank's part of a DTensor."""
+    part: list[float] = tensor.to_local().tolist()
+    return part
+
+
+def no_gradient_of_a_mesh(group, empty_rank: int, max_norm: float | None):
+    """Have no gradient on one rank, with DTensors and the plain scaler, where torch's fails and leaves the others."""
+    rank, size = rank_and_size(group)
+    expected, step = math.sqrt(2 * (size - 1)), 1.0
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
+    parameter = sharded(init_device_mesh("cpu", (size,)), None if rank == empty_rank else 4.0)
+    optimizer = make_optimizer([parameter])
+    scaler.scale(torch.ones(()))
+    if max_norm is not None:
+        norm = scaler.unscale_(optimizer, max_norm=max_norm).item()
+        assert math.isclose(norm, expected, rel_tol=1e-5)
+        step = max_norm / expected
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.real_steps == 1
+    assert math.isclose(local(parameter.data)[1], 1.0 - (rank != empty_rank) * step, rel_tol=1e-4)
+
+
+def meshes_over(size: int, rank: int, kind: str) -> list[DeviceMesh]:
+    """Return two meshes: over the same ranks, or over all ranks and over this one's half of them, as of experts.
+
+    Of "some", the ranks of the second half have no mesh of their own; "crossed" are the dimensions of a mesh of 4.
+    """
+    if kind == "crossed":
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        return [whole["data"], whole["expert"]]
+    everyone = init_device_mesh("cpu", (size,))
+    if kind == "same":
+        return [everyone, init_device_mesh("cpu", (size, 1))]
+    half = size - size // 2
+    # Each rank makes both.
+    parts = [DeviceMesh("cpu", list(ranks)) for ranks in (range(half), range(half, size))]
+    own = [] if kind == "some" and rank >= half else [parts[rank >= half]]
+    return [everyone, *own] if kind == "half" else [*own, everyone]
+
+
+def two_meshes(group, bad_rank: int | None, kind: str, which: int, is_given: bool):
+    """Step one optimizer with DTensors of two meshes, one of which then has a bad value on one rank."""
+    rank, size = rank_and_size(group)
+    parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, kind)]
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0, **{"group": group} if is_given else {})
+    optimizer = make_optimizer(parameters)
+    values = [4.0] * len(parameters)
+    for is_bad in (False, rank == bad_rank):
+        values[which % len(values)] = math.inf if is_bad else 4.0
+        for one, value in zip(parameters, values, strict=True):
+            one.grad.to_local().fill_(value)  # type: ignore[union-attr]
+        before = started()
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        assert [local(one.grad) for one in parameters] == [[value / 4.0] * 2 for value in values]
+    assert started() - before == (1 if is_given or kind == "same" else len(parameters))
+    assert (optimizer.real_steps, scaler.get_scale()) == ((2, 4.0) if bad_rank is None else (1, 2.0))
+
+
+def clip_of_two_meshes(group, kind: str):
+    """Clip by the norm of all shards over the same ranks; with others it is not defined, and nothing is modified.
+
+    "plain" is a plain tensor beside the shards.
+    """
+    rank, size = rank_and_size(group)
+    parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, "same" if kind == "plain" else kind)]
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
+    if kind == "plain":
+        parameters[1] = torch.nn.Parameter(torch.ones(2))
+        parameters[1].grad = torch.full((2,), 4.0)
+    optimizer = make_optimizer(parameters, foreach=False)
+    scaler.scale(torch.ones(()))
+    if kind != "same":
+        said = ("plain",) if kind == "plain" else ("spread over the same ranks", "clip_grad_norm_")
+        raised(gradscale.InvalidValueError, lambda: scaler.unscale_(optimizer, max_norm=0.5), *said)
+        assert (local(parameters[0].grad), scaler.get_scale()) == ([4.0] * 2, 4.0)
+        if kind == "plain":
+            assert parameters[1].grad.tolist() == [4.0] * 2
+        scaler.step(optimizer)
+        return
+    norm = math.sqrt(2 * 2 * size)
+    assert math.isclose(scaler.unscale_(optimizer, max_norm=0.5).item(), norm, rel_tol=1e-6)
+    scaler.step(optimizer)
+    scaler.update()
+    for one in parameters:
+        assert math.isclose(local(one.grad)[0], 0.5 / norm, rel_tol=1e-4)
+
+
+# Diagnoses.
+
+TORCH = Library("torch", array_api_compat.torch)
+
+
+def part_of(names: Sequence[str], parameters: Sequence[Tensor], scale: float, number: int, is_scaled, lost=None):
+    """Return what this rank has to tell of its parts of the gradients."""
+    gradients = [next(local_gradients([parameter]), None) for parameter in parameters]
+    rows = [
+        row(name, None if x is None else back(TORCH, x), k, scale if is_scaled else 1.0)
+        for k, (name, x) in enumerate(zip(names, gradients, strict=True))
+    ]
+    return Part(rows, None, scale, number, is_scaled, lost, 0.0)
+
+
+def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_given: bool = False):
+    """Train with an infinity on each rank in turn, and a clean iteration at the end; each rank is told the same.
+
+    ``how`` is the optimizer: "plain"; "fused", which unscales and skips in its kernel; "late", the same whose verdict
+    the host reads only when it is asked for one, as on a device. ``parallel`` is for a mesh of 2 x 2, whose dimensions
+    may be given as groups: then a rank is told by its place in each.
+    """
+    rank, size = group.rank(), group.size()
+    model = distribute_over((2, 2), parallel) if parallel else distribute(setup)
+    parameters = list(model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    optimizer: torch.optim.Optimizer
+    if how == "plain":
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE)
+    else:
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=LEARNING_RATE, fused=True)
+    # Automatic diagnoses have the host read each verdict at once.
+    telling: dict[str, Any] = {"diagnose": "on_overflow"}
+    if is_given:
+        telling["group"] = parameters[0].device_mesh.get_all_groups()
+    scaler = make_scaler(setup, "gradscale", init_scale=1024.0, **({} if how == "late" else telling))
+    told = []
+    late = mock.patch.object(devices, "would_wait", return_value=True)
+    with late if how == "late" else contextlib.nullcontext():
+        for iteration in range(size + 1):
+            optimizer.zero_grad()
+            scaler.scale(backward_loss(model, rank)).backward()
+            if rank == iteration:
+                inject_infinity(parameters[iteration % len(parameters) :])
+            is_bad, scale, lost = iteration < size, 1024.0 / 2**iteration, None if how == "late" else 0
+
+            def look(is_scaled: bool, lost, story: str = "gathered", scale=scale, number=iteration + 1, **options):
+                part = part_of(names, parameters, scale, number, is_scaled, lost)
+                report = scaler.diagnose(optimizer, gather=story == "gathered", **options)
+                told.append((f"{story} {how} {number}", report, part))
+
+            look(True, lost, names=model.named_parameters())
+            scaler.step(optimizer)
+            is_left = how != "plain" and is_bad
+            look(is_left, lost)
+            if how != "late":
+                # The third in a row is also a search of the weights and the state.
+                expected = dataclasses.replace(told[-1][1], broken=() if iteration > 1 else None)
+                assert scaler.last_step(optimizer).overflow == (expected if is_bad else None)
+            scaler.update()
+            look(is_left, None)
+            look(is_left, None, "its own")
+            assert (scaler.last_step(optimizer).skipped, scaler.last_step(optimizer).scale) == (is_bad, scale)
+    return told
+
+
+def broken_shards(group, setup: Setup):
+    """Break a weight, and then a moment, on no rank and on each in turn; what all are told."""
+    model = distribute(setup)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=LEARNING_RATE)
+    scaler = make_scaler(setup, "gradscale", init_scale=1024.0)
+    scaler.scale(backward_loss(model, group.rank())).backward()
+    scaler.step(optimizer)
+    # Of the optimizer, whose parameters FSDP1 may have put in the place of the model's.
+    (parameter, *_) = optimizer.param_groups[0]["params"]
+    told = []
+    for bad_rank in range(-1, group.size()):
+        for held in (parameter.detach(), optimizer.state[parameter]["exp_avg_sq"]):
+            local = held.to_local() if isinstance(held, DTensor) else held
+            before = local.clone()
+            if group.rank() == bad_rank:
+                local.view(-1)[0] = math.nan
+            told.append(scaler.diagnose(optimizer, gather=True, state=True).to_dict())
+            local.copy_(before)
+    return told
+
+
+def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
+    """Gather over a mesh where one rank has a gradient that is "missing" or "overlapping", or has seen no loss."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    parameter = sharded(mesh)
+    optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
+    is_odd = group.rank() == odd_rank
+    if not is_odd or kind != "no loss":
+        scaler.scale(torch.ones(()))
+    if not is_odd or kind == "overlapping":
+        parameter.grad = as_dtensor(mesh, torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0))
+    report = scaler.diagnose(optimizer, ["weight"], gather=True)
+    told = "gathered", report, part_of(["weight"], [parameter], 4.0, 1, not (is_odd and kind == "no loss"))
+    if kind == "overlapping":
+        # Whether a gradient can be unscaled in place is still looked at when it is.
+        refusals = (gradscale.ScaleDesyncError, f"rank {odd_rank} cannot unscale its gradients")
+        refusal = (gradscale.InvalidValueError, "overlaps itself") if is_odd else refusals
+        raised(refusal[0], lambda: (scaler.unscale_(optimizer), scaler.step(optimizer)), refusal[1])
+    else:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    return [told]
+
+
+def loss_of_a_mesh(group, bad_rank: int, placement: str):
+    """Scale a loss that is a DTensor, replicated or a part on each rank, and skip the step."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    is_bad = group.rank() == bad_rank or placement == "replicated"
+    local = torch.tensor([math.nan if is_bad else 1.0])
+    loss = DTensor.from_local(local, mesh, [Replicate() if placement == "replicated" else Shard(0)])
+    parameter = sharded(mesh)
+    optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0, diagnose="on_overflow")
+    scaler.scale(loss)
+    parameter.grad = as_dtensor(mesh, torch.full((2,), math.inf))
+    asked = scaler.diagnose(optimizer, loss={"main": loss, "other": math.nan})
+    scaler.step(optimizer)
+    overflow = scaler.last_step(optimizer).overflow
+    # One more is a number that is not finite.
+    assert asked.loss_nonfinite == 1 + is_bad
+    assert overflow.loss_nonfinite == (group.size() if placement == "replicated" else 1)
+    assert overflow.cause == "model"

@@ -90,6 +90,8 @@ class HostCuda:
     ----------
     waits : list of str
         Which operations have made the host wait for a device.
+    launches : int
+        How many operations there were, but for views.
     current : int
         The current device.
     graph : Graph or None
@@ -98,7 +100,7 @@ class HostCuda:
 
     def __init__(self):
         self.waits: list[str] = []
-        self.current = 0
+        self.launches = self.current = 0
         self.graph: Graph | None = None
         # By device, the copies that are on their way to the host: what they fill, and with what.
         self._copies: dict[int, list[tuple[Tensor, Tensor]]] = {index: [] for index in range(COUNT)}
@@ -143,6 +145,7 @@ class HostCuda:
 
     def run(self, func, args, kwargs):
         """Run an operation of torch's."""
+        self.launches += not func.is_view
         if func is aten._to_copy.default:
             return self._copied(*args, **kwargs)
         if func is aten.copy_.default:

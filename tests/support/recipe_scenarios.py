@@ -10,18 +10,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from recipe_blocks import TORCH_PAGE, run_on
+from recipe_blocks import GUARD_PAGE, TORCH_PAGE, run_on
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from gradscale_torch import GradScaler
-
-__all__ = [
-    *("BATCHES", "FEATURES", "Losses", "accelerate_fsdp2", "actor", "checkpoint", "ddp", "granted", "made_loader"),
-    *("made_model", "made_parts", "overflowing", "pairs", "pipeline", "run_block", "sharded_by_torchtitan"),
-    "torchtitan",
-]
+import gradscale
+from gradscale_torch import GradScaler, StepGuard
 
 BATCHES, FEATURES = 8, 6
 PARTS = 4  # of a pipeline, two on each of two ranks
@@ -244,4 +239,28 @@ def pipeline(group, overflows: tuple[int, ...], bad_part: int):
     return left(names["scaler"]) | {
         "local": [report.iteration for report in names["scaler"].history if report.local_nonfinite],
         "weights": {index: [weight.tolist() for weight in part.parameters()] for index, part in parts.items()},
+    }
+
+
+def guarded(group, name: str, spikes: tuple[int, ...], bad_rank: int):
+    """Run the block of this name, in which one rank has spikes; return what came of it."""
+    given: dict[str, Any] = {"model": made_model()}
+    if name == "torchtitan":
+        groups = {".*": {"optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 0.01}}}
+        given = sharded_by_torchtitan(group, torch.bfloat16, groups, 100)
+        given["scaler"] = StepGuard(skip=gradscale.SkipSpikes())
+    given["loss_of"] = Losses(spikes if dist.get_rank(group) == bad_rank else (), 1e6)
+    names = run_on(TORCH_PAGE if name == "torchtitan" else GUARD_PAGE, name, **given, loader=made_loader(72))
+    guard = names.get("guard") or names["scaler"]
+    schedules, is_whole = names.get("lr_schedulers"), name == "guard_ddp"
+    # Torchtitan's optimizers are a container of some.
+    optimizers = names.get("optimizers") or [names["optimizer"]]
+    return {
+        "skipped": [(report.iteration, report.reason) for report in guard.history if report.skipped],
+        "steps": {float(state["step"]) for optimizer in optimizers for state in optimizer.state.values()},
+        "rates": None if schedules is None else list(schedules.get_metrics().values()),
+        "scale": guard.get_scale(),
+        "counts": guard.counts(),
+        "followed": (names["schedule"].last_epoch, int(names["average"].n_averaged)) if is_whole else None,
+        "weights": [(one if is_whole else one.full_tensor()).tolist() for one in given["model"].parameters()],
     }

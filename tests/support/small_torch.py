@@ -7,9 +7,8 @@ from typing import Any
 
 from axes_torch import GradScaler, torch
 from host_cuda import on_host
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LAYOUTS", "Count", "Group", "Small", "assert_same", "groups_in_use", "optimizer_of", "without_kernel"]
+__all__ = ["LAYOUTS", "Group", "Small", "assert_same", "groups_in_use", "optimizer_of", "without_kernel"]
 
 KERNEL = torch._amp_foreach_non_finite_check_and_unscale_
 
@@ -51,16 +50,6 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "coo-rows": lambda dense: dense.to_sparse(1),
     "coo-twice": twice,
 }
-
-
-class Count(TorchDispatchMode):
-    """Counts operations, but for views and the host's reads of single numbers."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += not (func.is_view or func is torch.ops.aten._local_scalar_dense.default)
-        return func(*args, **(kwargs or {}))
 
 
 def optimizer_of(name: str, parameters, **options):
