@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from axes import require
 from axes_torch import GradScaler, gradscale_torch, torch
-from hosts import Loader
 from recipe_blocks import GUARD_PAGE, TORCH_PAGE, blocks_on, run_on
 from worlds import GlooWorld, each
 
@@ -24,6 +23,7 @@ pytestmark = [
     # Lightning 2.6 itself uses what torch 2.13 has deprecated, and so does ignite 0.5.
     pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
     pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.* does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported:UserWarning"),
 ]
 
@@ -76,7 +76,11 @@ def for_lightning(given: dict[str, Any], _: Path):
 
     silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(silent, False)}
-    return {"loader": Loader(given["loader"]), "module": Module(), "options": options}
+    return {
+        "loader": torch.utils.data.DataLoader(given["loader"], batch_size=None),
+        "module": Module(),
+        "options": options,
+    }
 
 
 def for_transformers(given: dict[str, Any], folder: Path):

@@ -1,6 +1,7 @@
 """Scalers and diagnoses of torch over groups and meshes do what torch's scalers do, and what these fail at."""
 
 import importlib
+import math
 from typing import Any
 
 import diagnoses
@@ -42,6 +43,12 @@ def test_all_ranks(gloo: GlooWorld, scenarios, name: str, arguments: list[Any]):
 def test_an_infinity_on_each_rank_of_crossed_meshes_is_found_on_all(scenarios):
     cases = [(bad_rank, "crossed", which, False) for bad_rank in range(4) for which in range(2)]
     agree(GlooWorld(4), scenarios.two_meshes, cases)
+
+
+def test_the_norm_of_dtensors_is_that_of_all_parts_and_of_one_copy_and_names_whose_part_is_too_large(scenarios):
+    bad = [(math.inf, 4.0), (3.0, math.inf), (1.7e38, 3e38)]
+    cases = [((3.0, 4.0), False, 5.0), ((3.0, 4.0), True, 3.0), *((values, False, math.inf) for values in bad)]
+    agree(GlooWorld(2), scenarios.clip_parts, cases)
 
 
 # FSDP, and meshes.

@@ -8,9 +8,7 @@ import importlib
 import math
 import random
 import re
-import threading
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +22,6 @@ from tiers import examples
 
 import gradscale
 from gradscale import CallOrderError, InvalidTypeError, InvalidValueError, StaticScale
-from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = [
     pytest.mark.torch,
@@ -255,64 +252,6 @@ def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched():
     assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == 3.0
     run.scaler.step(run.optimizer)
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
-
-
-class Mesh:
-    """What looks to the adapter like a mesh of threads, and like the group over its ranks."""
-
-    def __init__(self, place: int, held: list[Any], meeting: threading.Barrier):
-        self.mesh = torch.arange(len(held))
-        self._place, self._held, self._meeting = place, held, meeting
-
-    def get_coordinate(self) -> list[int]:
-        return [self._place]
-
-    def rank(self) -> int:
-        return self._place
-
-    def size(self) -> int:
-        return len(self._held)
-
-    def allreduce(self, tensors: list[Any], options):
-        self._held[self._place] = tensors[0].clone()
-        self._meeting.wait(20.0)
-        gathered = torch.stack(self._held)
-        self._meeting.wait(20.0)
-        tensors[0].copy_(gathered.sum(0) if options.reduceOp == torch.distributed.ReduceOp.SUM else gathered.amax(0))
-        return SimpleNamespace(wait=lambda: None)
-
-
-def clipped_on(values: tuple[float, float], placement) -> list[tuple[float, int, int]]:
-    """Return on two ranks the norm of DTensors that hold these values, and how many are not finite."""
-    held, meeting = [None] * 2, threading.Barrier(2)
-
-    def rank(group: ThreadCollectives) -> tuple[float, int, int]:
-        run = Small(GradScaler("cpu", init_scale=0.5), size=1)
-        run.give(values[group.rank])
-        run.parameter.device_mesh = run.parameter.grad.device_mesh = Mesh(group.rank, held, meeting)
-        run.parameter.grad.placements = (placement,)
-        norm = run.scaler.unscale_(run.optimizer, max_norm=100.0).item()
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-        return norm, run.report.nonfinite, run.report.local_nonfinite
-
-    return run_ranks(2, rank)
-
-
-def test_the_norm_of_dtensors_is_that_of_all_parts_and_of_one_copy():
-    from torch.distributed.tensor import Replicate, Shard
-
-    assert clipped_on((3.0, 4.0), Shard(0)) == [(5.0, 0, 0)] * 2
-    # Which differ here to tell which of them counts.
-    assert clipped_on((3.0, 4.0), Replicate()) == [(3.0, 0, 0)] * 2
-
-
-# The last two are finite, and their norm is not one of float32.
-@pytest.mark.parametrize("values", [(math.inf, 4.0), (3.0, math.inf), (1.7e38, 3e38)], ids=str)
-def test_of_the_parts_of_a_norm_the_rank_is_told_whose_is_too_large(values: tuple[float, float]):
-    from torch.distributed.tensor import Shard
-
-    assert clipped_on(values, Shard(0)) == [(math.inf, 1, int(value > 2e38)) for value in values]
 
 
 # What torch refuses, or unscales wrongly.

@@ -312,14 +312,6 @@ def count_collectives(group, explicit: bool):
 # DTensors, and the plain scaler. Steps of 1 in the direction of the gradient are easy to read off.
 
 
-def make_optimizer(parameters: Sequence[Tensor], **options):
-    """Return an SGD that counts, in ``real_steps``, how often it has been called."""
-    optimizer = torch.optim.SGD(parameters, lr=1.0, **options)
-    optimizer.real_steps = 0
-    optimizer.register_step_post_hook(lambda one, *_: setattr(one, "real_steps", one.real_steps + 1))
-    return optimizer
-
-
 def as_dtensor(mesh, local: Tensor) -> DTensor:
     """Return a DTensor sharded over all dimensions of a mesh, of which this is the rank's part."""
     return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim)
@@ -344,7 +336,7 @@ def no_gradient_of_a_mesh(group, empty_rank: int, max_norm: float | None):
     expected, step = math.sqrt(2 * (size - 1)), 1.0
     scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
     parameter = sharded(init_device_mesh("cpu", (size,)), None if rank == empty_rank else 4.0)
-    optimizer = make_optimizer([parameter])
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler.scale(torch.ones(()))
     if max_norm is not None:
         norm = scaler.unscale_(optimizer, max_norm=max_norm).item()
@@ -352,7 +344,6 @@ def no_gradient_of_a_mesh(group, empty_rank: int, max_norm: float | None):
         step = max_norm / expected
     scaler.step(optimizer)
     scaler.update()
-    assert optimizer.real_steps == 1
     assert math.isclose(local(parameter.data)[1], 1.0 - (rank != empty_rank) * step, rel_tol=1e-4)
 
 
@@ -379,7 +370,7 @@ def two_meshes(group, bad_rank: int | None, kind: str, which: int, is_given: boo
     rank, size = rank_and_size(group)
     parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, kind)]
     scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0, **{"group": group} if is_given else {})
-    optimizer = make_optimizer(parameters)
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
     values = [4.0] * len(parameters)
     for is_bad in (False, rank == bad_rank):
         values[which % len(values)] = math.inf if is_bad else 4.0
@@ -391,7 +382,9 @@ def two_meshes(group, bad_rank: int | None, kind: str, which: int, is_given: boo
         scaler.update()
         assert [local(one.grad) for one in parameters] == [[value / 4.0] * 2 for value in values]
     assert started() - before == (1 if is_given or kind == "same" else len(parameters))
-    assert (optimizer.real_steps, scaler.get_scale()) == ((2, 4.0) if bad_rank is None else (1, 2.0))
+    steps = 2 if bad_rank is None else 1
+    assert [local(one.data) for one in parameters] == [[1.0 - steps] * 2] * len(parameters)
+    assert scaler.get_scale() == 2.0 * steps
 
 
 def clip_of_two_meshes(group, kind: str):
@@ -405,7 +398,7 @@ def clip_of_two_meshes(group, kind: str):
     if kind == "plain":
         parameters[1] = torch.nn.Parameter(torch.ones(2))
         parameters[1].grad = torch.full((2,), 4.0)
-    optimizer = make_optimizer(parameters, foreach=False)
+    optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=False)
     scaler.scale(torch.ones(()))
     if kind != "same":
         said = ("plain",) if kind == "plain" else ("spread over the same ranks", "clip_grad_norm_")
@@ -421,6 +414,30 @@ def clip_of_two_meshes(group, kind: str):
     scaler.update()
     for one in parameters:
         assert math.isclose(local(one.grad)[0], 0.5 / norm, rel_tol=1e-4)
+
+
+def clip_parts(group, values: tuple[float, float], is_replicated: bool, norm: float):
+    """Clip by the norm of two ranks' parts, of which the rank is told whose is too large, or of one copy.
+
+    Copies differ here, to tell which of them counts.
+    """
+    rank, size = rank_and_size(group)
+    placements = [Replicate() if is_replicated else Shard(0)]
+    mesh, value = init_device_mesh("cpu", (size,)), values[rank]
+    parameter, gradient = (
+        DTensor.from_local(torch.full((1,), one), mesh, placements, run_check=False) for one in (1.0, 0.5 * value)
+    )
+    parameter = torch.nn.Parameter(parameter)
+    parameter.grad = gradient
+    scaler, optimizer = make_scaler(FSDP2, "gradscale", init_scale=0.5), torch.optim.SGD([parameter])
+    scaler.scale(torch.ones(()))
+    assert scaler.unscale_(optimizer, max_norm=100.0).item() == norm
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    # Two of them are finite, and their norm is not one of float32.
+    is_bad = norm == math.inf
+    assert (report.nonfinite, report.local_nonfinite) == (int(is_bad), int(is_bad and value > 2e38))
 
 
 # Diagnoses.

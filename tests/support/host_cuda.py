@@ -124,10 +124,6 @@ class HostCuda:
             target.copy_(source)
         del copies[:count]
 
-    def under_way(self, index: int) -> int:
-        """Return how many copies of a device are on their way to the host."""
-        return len(self._copies[index])
-
     @contextlib.contextmanager
     def capture(self) -> Iterator[Graph]:
         """Capture a graph."""
