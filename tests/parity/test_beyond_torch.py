@@ -96,7 +96,7 @@ def test_ctrl_c_anywhere_in_a_step_leaves_a_scaler_and_an_optimizer_that_can_be_
         assert run.parameter.tolist() == [value - 1.0 for value in before]
 
 
-@pytest.mark.parametrize("options", [{}, {"hysteresis": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"hysteresis": 2}, {"tolerance": 0.5}], ids=str)
 @pytest.mark.parametrize("gradient", [1.0, math.inf], ids=["finite", "inf"])
 @pytest.mark.parametrize(("optimizer", "late"), [("SGD", False), ("SGD-fused", True)], indirect=["late"])
 @pytest.mark.usefixtures("late")

@@ -242,14 +242,15 @@ def test_float16_gradients_are_clipped_where_optax_makes_zeros_of_them():
         np.testing.assert_allclose(np.asarray(array), 200.0 / norm_wanted, rtol=TOLERANCE)
 
 
-def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched():
-    run = Small(GradScaler("cpu", init_scale=8.0), size=4)
+@pytest.mark.parametrize(("enabled", "norm"), [(True, 3.0), (False, 24.0)], ids=["enabled", "disabled"])
+def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched(enabled: bool, norm: float):
+    run = Small(GradScaler("cpu", init_scale=8.0, enabled=enabled), size=4)
     run.put(torch.sparse_coo_tensor([[1, 1]], [8.0, 16.0], (4,)))
     with pytest.raises(InvalidValueError, match="coalesce"):
         run.scaler.unscale_(run.optimizer, max_norm=1.0)
     assert run.parameter.grad._values().tolist() == [8.0, 16.0]
     run.parameter.grad = run.parameter.grad.coalesce()
-    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == 3.0
+    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == norm
     run.scaler.step(run.optimizer)
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
 
@@ -339,6 +340,8 @@ def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording:
 @pytest.mark.parametrize("options", [None, {}, {"max_norm": 1.0}], ids=["step", "unscale-step", "clip-step"])
 @pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
 def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_decides(variant: str, options):
+    disabled = Small(GradScaler("cpu", enabled=False), variant)
+    assert disabled.scaler.unscale_(disabled.optimizer, max_norm=1.0).item() == 0.0
     # torch's steps a fused one.
     scaler = GradScaler("cpu", init_scale=4.0)
     empty, full = (Small(scaler, variant, size=1) for _ in range(2))
