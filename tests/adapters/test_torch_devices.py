@@ -532,6 +532,16 @@ def test_gradients_are_read_twice_only_where_steps_since_a_verdict_may_have_lowe
     assert counted.call_count == passes
 
 
+def test_a_backoff_factor_that_was_in_force_counts_for_the_scale_that_may_be_there():
+    run = run_on(GradScaler("cuda", init_scale=4.0, backoff_factor=0.125), "AdamW-fused", "cuda")
+    run.iterate(math.inf)
+    run.scaler.set_backoff_factor(0.9)
+    # Finite, until they are divided by the scale, which the host has not seen.
+    run.put(3e38)
+    run.step()
+    assert (run.held, run.report.skipped, run.report.scale) == ([[1.0] * 5], True, 0.5)
+
+
 def test_a_rank_without_gradients_sends_its_messages_from_the_device_of_its_parameters(cuda):
     # Over NCCL for the device and gloo for the CPU, the others would wait for it.
     collective = gradscale.registry.get("torch").collectives(ProcessGroup(cuda, NCCL), timeout=5.0)
