@@ -229,8 +229,8 @@ def agree(
         The same on every rank. The compiler cannot raise its errors: ``verdict.check(policy)`` does, on the host.
     axis_name : str or tuple of str, optional
         Axes to agree over, as ``jax.shard_map``, ``jax.vmap(axis_name=)`` or a mesh names them, in one ``pmax`` of 21
-        int32; CallOrderError if one is not bound, InvalidTypeError for anything but names. Default: none, the verdict of
-        this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
+        int32; CallOrderError if one is not bound, InvalidTypeError for anything but names. Default: none, the verdict
+        of this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
     spike : array, optional
         0-d bool: whether this rank sees a spike, such as ``gradscale.SkipSpikes().judge(window, loss)`` returns, or
         InvalidTypeError. If ``verdict.spike``, take no step and leave ``state`` as it is.
