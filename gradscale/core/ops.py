@@ -121,7 +121,7 @@ def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: S
             raise InvalidValueError(msg)
     is_split = any(is_array_api_obj(target) and targets[id(grad)] is not target for grad, target in pairs)
     if len(written) != len(outs) or is_split:
-        msg = "out must hold one floating array for each gradient, and the same one where the gradient is the same"
+        msg = "out must hold a floating array for each gradient, each once; one that stands twice has one array"
         raise InvalidValueError(msg)
     return outs
 

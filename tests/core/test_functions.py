@@ -242,6 +242,7 @@ def refused(arrays: Library, strict: Library, target: Any) -> Iterator[Refused]:
         yield InvalidValueError, message, unscale([x, y], out=[target, bad])
     yield InvalidValueError, "out must be complex", unscale([x, jagged], out=[target, wide])
     yield InvalidValueError, "each once", unscale([x, arrays.asarray([16.0])], out=[target, target])
+    yield InvalidValueError, "stands twice has one array", unscale([x, x], out=[target, arrays.asarray([0.0])])
     yield InvalidTypeError, "out 1 must be an array", unscale([x, y], out=[target, 1.5])
     yield InvalidTypeError, "out 1 must be an array of the library", unscale([x, y], out=[target, stranger])
     yield InvalidTypeError, r"one dtype leaf by leaf, got .*32 and .*64; cast", select(y, wide)
