@@ -1,10 +1,19 @@
-"""Whatever one rank does differently is an error on every rank that names it; what ranks may do is none."""
+"""Whatever one rank does differently is an error on every rank that names it; what ranks may do is none.
+
+Of two ranks whose programs differ in one call, both fail, or both are in one state.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import difference_scenarios as scenarios
 import numpy as np
 import pytest
 from axes import require
+from difference_scenarios import ITERATION, UNSCALED, Player
 from scenarios import Around, Trainer, grid_of_threads, raised
+from tiers import examples
 from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree, each
 
 import gradscale
@@ -23,11 +32,6 @@ def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, lib
     agree(world, scenarios.differ, cases)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_scalers_of_a_group_in_another_order_on_one_rank_are_named_on_every_rank(world: World, library: str):
-    agree(world, scenarios.swapped_scalers, [(odd_rank, library) for odd_rank in range(world.size)])
-
-
 @pytest.mark.parametrize("program", scenarios.PROGRAMS)
 def test_ranks_that_differ_and_send_other_messages_are_told_so(processes: ProcessWorld, program: str):
     cases = [(odd_rank, program, "numpy") for odd_rank in range(processes.size)]
@@ -44,8 +48,10 @@ def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(program:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("scenario", [scenarios.legal, scenarios.resumed, scenarios.pipelined])
-def test_what_ranks_may_do_apart_is_no_error(world: World, scenario, library: str):
+@pytest.mark.parametrize(
+    "scenario", [scenarios.legal, scenarios.resumed, scenarios.pipelined, scenarios.swapped_scalers]
+)
+def test_what_ranks_may_do_apart_is_no_error_but_for_the_order_of_scalers(world: World, scenario, library: str):
     agree(world, scenario, [(rank, library) for rank in range(world.size)])
 
 
@@ -94,7 +100,129 @@ def test_a_list_of_groups_in_another_order_on_one_rank_is_named_on_every_rank(od
     groups = grid_of_threads()
 
     def train(collectives: ThreadCollectives):
-        of_rank, is_odd = groups(collectives.rank), collectives.rank == odd_rank
-        scenarios.grid_in_another_order(of_rank, is_odd, odd_rank is not None, "numpy", {"policy": policy})
+        of_rank = groups(collectives.rank)
+        trainer = Trainer(of_rank[::-1] if collectives.rank == odd_rank else of_rank, "numpy", 1, policy=policy)
+        if odd_rank is None:
+            trainer.iterate((0,))
+        else:
+            said = "position of the group in the list"
+            raised(gradscale.ScaleDesyncError, lambda: trainer.iterate((0,)), said)
 
     run_ranks(4, train)
+
+
+# Pairs of programs.
+
+RULE = gradscale.SkipSpikes(window=2, of="loss", above=10.0)
+PROGRAMS = {
+    "plain": f"{ITERATION}, {ITERATION}",
+    "unscaled": f"{UNSCALED}, {UNSCALED}",
+    "skips and restarts": (
+        f"{ITERATION}, overflow A, unscale_ A, step A, step B, update, save, scale, step B, update, load"
+    ),
+    "optimizers of two classes": "scale, step A, step C, update, scale, unscale_ C, step A, step C, update",
+    "settings": f"{ITERATION}, set_growth_interval 3, scale, step A, update 64.0, get_scale, {ITERATION}",
+    "a diagnosis": f"{ITERATION}, gather A, {ITERATION}",
+    "accumulated": "scale, scale, step A, update, scale, unscale_ A, update",
+    "clipped": f"scale, clip A 1.0 rank, step A, unscale_ B, update, {ITERATION}",
+    "refused": f"refuse A, {ITERATION}, scale, refuse B, unscale_ B, step A, step B, update",
+    "spikes": f"{ITERATION}, spike, step A, step B, update, {ITERATION}",
+}
+CALLS = [
+    *(f"{call} {name}" for call in ("unscale_", "step") for name in "ABC"),
+    *(f"{call} {name}" for call in ("overflow", "refuse", "gather") for name in "AB"),
+    *("name A x", "name B x", "give A None", "give B None"),
+    *("step_alone A", "decline A", "last_step A", "schedule A", "diagnose A", "update", "update 4.0", "update 65536.0"),
+    *("set_growth_interval 2", "set_growth_interval 5", "set_growth_factor 4.0", "scale", "spike", "get_scale", "save"),
+    *("load", "copy", "pickle", "join", "construct", "clip A 1.0 rank", "clip A 2.0 rank", "clip B 1.0 rank"),
+]
+
+
+class Outcome(NamedTuple):
+    """How a program ended on one rank."""
+
+    error: BaseException | None
+    state: Any = None
+    steps: Any = None
+
+
+def outcomes(programs: tuple[str, str], library: str) -> list[Outcome]:
+    """Return how two programs end, of which each is followed by two usual iterations."""
+    ended: dict[int, Outcome] = {}
+
+    def work(group: ThreadCollectives):
+        try:
+            player = Player(group, library, growth_interval=2, skip=RULE)
+            player.run(programs[group.rank], ITERATION, ITERATION)
+        except BaseException as error:
+            ended[group.rank] = Outcome(error)
+            raise
+        # Each rank's window holds its own losses.
+        state = {name: value for name, value in player.scaler.state_dict().items() if name != "spikes"}
+        ended[group.rank] = Outcome(None, state, [optimizer.steps for optimizer in player.optimizers])
+
+    with contextlib.suppress(Exception):
+        run_ranks(2, work)
+    return [ended[rank] for rank in range(2)]
+
+
+def variants(program: str) -> Iterator[tuple[str, str]]:
+    """Yield each program that differs in one call: dropped, exchanged with the next, added or replaced."""
+    usual = program.split(", ")
+    for place in range(len(usual) + 1):
+        before, (own, *after) = usual[:place], [*usual[place:], ""]
+        others = [[*before, call, *rest] for call in CALLS for rest in ([own, *after], after)]
+        for one in [[*before, *after], [*before, *after[:1], own, *after[1:]], *others]:
+            calls = [call for call in one if call]
+            if calls != usual:
+                yield f"{place}: {calls[place : place + 2]}", ", ".join(calls)
+
+
+def is_safe(ended: list[Outcome], own_gradients: bool) -> bool:
+    """Tell whether both ranks have failed with an error of gradscale, or both are in one state after the same steps."""
+    if all(one.error is not None for one in ended):
+        return all(isinstance(one.error, gradscale.GradscaleError) for one in ended)
+    if any(one.error is not None for one in ended) or ended[0].state != ended[1].state:
+        return False
+    return own_gradients or ended[0].steps == ended[1].steps
+
+
+def cases():
+    """Return every program on NumPy, and on torch those that it has: it clips sharded gradients alone over a group."""
+    of_torch = [pytest.mark.torch, pytest.mark.tier("all")]
+    return [
+        pytest.param(library, name, marks=of_torch if library == "torch" else ())
+        for library in ("numpy", "torch")
+        for name in PROGRAMS
+        if (library, name) != ("torch", "clipped")
+    ]
+
+
+# Parts, since all pairs of a program take minutes.
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(("library", "name"), cases())
+def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(library: str, name: str, odd: int, part: int):
+    usual = PROGRAMS[name]
+    for one in outcomes((usual, usual), library):
+        assert one.error is None
+    pairs = list(variants(usual))[part::4]
+    wrong = []
+    # A tenth before the last tier, others for each rank.
+    step = 1 if examples(10) == 10 else 10
+    for what, program in pairs[odd % step :: step]:
+        ended = outcomes((program, usual) if odd == 0 else (usual, program), library)
+        # A rank may step an optimizer by itself, without the scaler.
+        if not is_safe(ended, "step_alone" in what):
+            wrong.append((what, ended))
+    assert not wrong
+
+
+def test_ranks_that_end_apart_are_found():
+    ended, failed = Outcome(None, {"scale": 4.0}, [1]), Outcome(gradscale.ScaleDesyncError(""))
+    assert is_safe([ended, ended], False)
+    assert is_safe([failed, failed], False)
+    for other in (failed, ended._replace(state={"scale": 2.0}), ended._replace(steps=[0])):
+        assert not is_safe([ended, other], False)
+    assert not is_safe([failed, failed._replace(error=RuntimeError())], False)

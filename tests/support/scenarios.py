@@ -40,6 +40,10 @@ class SGD:
         return value
 
 
+class Other(SGD):
+    """Of another class."""
+
+
 def rank_and_size(group) -> tuple[int, int]:
     """Return the rank and size of a communicator, of thread collectives or of a process group of torch."""
     if callable(group.rank):
@@ -300,7 +304,6 @@ class Trainer:
     def __init__(self, group, library: str, count: int = 2, **settings):
         settings = {"timeout": TIMEOUT} | settings
         self.group, self.library = group, library
-        self._counted: list[Any] = []
         self.scaler: Any
         if library in PLAIN:
             self.scaler = gradscale.ShardedGradScaler(group=group, **settings)
@@ -310,20 +313,22 @@ class Trainer:
             self.scaler = gradscale_torch.ShardedGradScaler("cpu", group=group, **settings)
         self.optimizers = [self.optimizer() for _ in range(count)]
 
-    def optimizer(self):
-        """Return a new optimizer."""
+    def optimizer(self, is_other: bool = False) -> Any:
+        """Return a new optimizer, perhaps of another class, which counts its steps."""
         if self.library in PLAIN:
-            return SGD(None)
+            return Other(None) if is_other else SGD(None)
         import torch
 
-        made = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1, fused=self.library == "torch fused")
-        made.register_step_post_hook(lambda *_: self._counted.append(1))
+        kind = torch.optim.Adagrad if is_other else torch.optim.SGD
+        made: Any = kind([torch.nn.Parameter(torch.ones(3))], lr=0.1, fused=self.library == "torch fused")
+        made.steps = 0
+        made.register_step_post_hook(lambda *_: setattr(made, "steps", made.steps + 1))
         return made
 
     @property
     def steps(self) -> int:
         """How many steps the optimizers have really made."""
-        return len(self._counted) + sum(getattr(optimizer, "steps", 0) for optimizer in self.optimizers)
+        return sum(optimizer.steps for optimizer in self.optimizers)
 
     @property
     def held(self) -> list[bytes]:
@@ -341,11 +346,15 @@ class Trainer:
     def fill(self, value: float):
         """Give every optimizer gradients anew."""
         for optimizer in self.optimizers:
-            if self.library in PLAIN:
-                optimizer.grads = [gradients(self.library, value / 65536.0)[0]]
-            else:
-                (parameter,) = optimizer.param_groups[0]["params"]
-                parameter.grad = parameter.detach().new_full((3,), value)
+            self.give(optimizer, value)
+
+    def give(self, optimizer, value: float | None):
+        """Give an optimizer a gradient, or none."""
+        if self.library in PLAIN:
+            optimizer.grads = [None if value is None else gradients(self.library, value / 65536.0)[0]]
+        else:
+            (parameter,) = optimizer.param_groups[0]["params"]
+            parameter.grad = None if value is None else parameter.detach().new_full((3,), value)
 
     def iterate(self, order: tuple[int, ...] = (0, 1), unscales: bool = False, value: float = 1.0):
         """Make one iteration, with the optimizers in this order."""
