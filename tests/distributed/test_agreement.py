@@ -59,7 +59,6 @@ for name in ("strict", "torch", "torch fused", "torch plain", "jax"):
         ROWS.append((f"conform-{name}", scenarios.collectives_conform, lambda _, name=name: [(name, 10)], name, ""))
 for name in ("numpy", "strict", "torch", "jax"):
     tier = "ranks" if name in MARKS else ""
-    ROWS.append((f"pure-{name}-spike", scenarios.spiking_loop, turns(name), name, tier))
     ROWS += [(f"pure-{name}-{value}", scenarios.pure_loop, turns(value, name), name, tier) for value in BAD]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bad_step_scenarios
 import difference_scenarios
+import lives
 import pytest
 import scenarios
 from axes import require
@@ -41,9 +41,7 @@ def mlx(request: pytest.FixtureRequest) -> MlxWorld:
 EXPLICIT = (False, True)
 DIFFERENCES = [(what, number % 3) for number, what in enumerate(difference_scenarios.DIFFERENCES)]
 TURNS: list[tuple[Callable[..., Any], list[tuple[Any, ...]]]] = [
-    (bad_step_scenarios.counted, [(library, explicit) for library in LIBRARIES for explicit in EXPLICIT]),
     (scenarios.pure_loop, [(math.nan, library) for library in LIBRARIES]),
-    (scenarios.spiking_loop, [(library,) for library in LIBRARIES]),
     (difference_scenarios.differ, [(*what, library) for library in LIBRARIES for what in DIFFERENCES]),
     (difference_scenarios.swapped_scalers, [(library,) for library in LIBRARIES]),
     (difference_scenarios.legal, [("mlx",)]),
@@ -62,6 +60,10 @@ def test_the_groups_conform_and_an_overflow_on_each_rank_in_turn_is_skipped_by_a
 @pytest.mark.parametrize(("scenario", "others"), TURNS, ids=[scenario.__name__ for scenario, _ in TURNS])
 def test_what_each_rank_in_turn_does_is_skipped_told_or_right_on_all(mlx: MlxWorld, scenario, others):
     agree(mlx, scenario, [(rank, *other) for other in others for rank in range(mlx.size)])
+
+
+def test_a_random_life_is_the_models_on_every_rank(mlx: MlxWorld):
+    agree(mlx, lives.live, [(400, 7, "numpy")])
 
 
 def test_a_rank_without_gradients_takes_part(mlx: MlxWorld):

@@ -7,6 +7,7 @@ by pickle.
 import importlib
 import math
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,10 @@ TIMEOUT = 20.0  # seconds
 SHAPES = ((3,), (2, 5), ())
 # Libraries that gradscale's own scaler serves.
 PLAIN = ("numpy", "mlx", "strict", "jax", "torch plain")
+
+
+# The nouns, which no text of a guard has; the names of methods are those of a scaler.
+OF_A_SCALE = re.compile(r"\b(scale|scales|scaled)\b(?!\()|overflow", re.IGNORECASE)
 
 
 class SGD:
@@ -221,48 +226,32 @@ def agreement(group, policy) -> gradscale.GroupAgreement:
 
 
 def pure_loop(group, bad_rank: int, value: float, library: str):
-    """Train four steps; at the second one rank's gradients are not finite."""
-    rank, _ = rank_and_size(group)
-    policy = gradscale.DynamicScale(growth_interval=2)
-    agree, state = agreement(group, policy), policy.init(loss(library))
-    counts, states = [], []
-    for step in range(4):
-        grads = gradients(library, value if (rank, step) == (bad_rank, 1) else 1.0)
-        _, nonfinite = gradscale.unscale(grads, state)
-        agreed = agree(nonfinite, state)
-        assert (type(agreed), agreed.shape, agreed.dtype) == (type(nonfinite), (), nonfinite.dtype)
-        counts.append(int(agreed))
-        state = policy.update(state, nonfinite=agreed)
-        states.append(registry.backend_for(state.scale).read(fingerprint(state)))
-    # Three gradients are bad at step 1, and the scale grows after two clean steps.
-    assert counts == [0, 3, 0, 0]
-    assert [numbers[0] >> 23 for numbers in states] == [127 + 16, 127 + 15, 127 + 15, 127 + 16]
-    return states
+    """Train eight steps; one rank overflows in the second, and sees spikes in the sixth and the seventh.
 
-
-def spiking_loop(group, bad_rank: int, library: str):
-    """Train eight steps; one rank sees spikes at the fifth and the sixth, in which the next rank overflows."""
+    In the seventh the next rank overflows.
+    """
     rank, size = rank_and_size(group)
-    policy, rule = gradscale.DynamicScale(), gradscale.SkipSpikes(window=4)
-    agree = agreement(group, policy)
-    state, window = policy.init(loss(library)), rule.init(loss(library))
-    told, scales = [], []
+    policy, rule = gradscale.DynamicScale(growth_interval=2), gradscale.SkipSpikes(window=4)
+    agree, state, window = agreement(group, policy), policy.init(loss(library)), rule.init(loss(library))
+    told, states = [], []
     for step in range(8):
-        value = loss(library) * (100.0 if rank == bad_rank and step in (4, 5) else 1.0 + step % 2)
-        overflows = rank == (bad_rank + 1) % size and step == 5
-        _, nonfinite = gradscale.unscale(gradients(library, math.nan if overflows else 1.0), state)
-        own = rule.judge(window, value)
-        agreed, spike = agree(nonfinite, state, own)
-        assert (type(spike), spike.shape, spike.dtype) == (type(own), (), own.dtype)
+        own_loss = loss(library) * (100.0 if rank == bad_rank and step in (5, 6) else 1.0 + (step in (2, 4)))
+        overflows = (rank, step) in ((bad_rank, 1), ((bad_rank + 1) % size, 6))
+        _, nonfinite = gradscale.unscale(gradients(library, value if overflows else 1.0), state)
+        own = rule.judge(window, own_loss)
+        # Whoever judges no spikes is told of none.
+        agreed, spike = agree(nonfinite, state, own) if step > 2 else (agree(nonfinite, state), own)
+        for got, given in ((agreed, nonfinite), (spike, own)):
+            assert (type(got), got.shape, got.dtype) == (type(given), (), given.dtype)
         told.append((int(agreed), bool(spike)))
         state = gradscale.select(spike, state, policy.update(state, nonfinite=agreed))
-        window = rule.learn(window, gradscale.select(agreed == 0, value, value * math.nan), skipped=spike)
-        scales.append(float(state.scale))
-    # A spike leaves the scale and its trackers as they are.
-    assert told == [(0, False)] * 4 + [(0, True), (3, False)] + [(0, False)] * 2
-    assert scales == [2.0**16] * 5 + [2.0**15] * 3
-    assert (int(state.growth_tracker), int(window.count)) == (2, 4)
-    return told
+        window = rule.learn(window, gradscale.select(agreed == 0, own_loss, own_loss * math.nan), skipped=spike)
+        states.append(registry.backend_for(state.scale).read(fingerprint(state)))
+    # Three gradients are bad at once; the scale grows after two clean steps, and stays as it is at a spike.
+    assert told == [(0, False), (3, False), *[(0, False)] * 3, (0, True), (3, False), (0, False)]
+    assert [numbers[0] >> 23 for numbers in states] == [127 + x for x in (16, 15, 15, 16, 16, 16, 15, 15)]
+    assert int(window.count) == 4
+    return states
 
 
 def differing(group, drifting_rank: int, what: str):
