@@ -247,6 +247,14 @@ def test_a_name_that_is_no_option_is_an_error():
         settings = r"write policy=gradscale\.DynamicScale\(init_scale=4\.0, min_scale=2\)$"
         with pytest.raises(InvalidTypeError, match=settings):
             make(init_scale=4.0, min_scale=2)
+    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "policy", "min_scale", "device"):
+        told = rf"keyword arguments \['{name}'\].*a StepGuard multiplies nothing: .* taken by GradScaler$"
+        with pytest.raises(InvalidTypeError, match=told):
+            StepGuard(**{name: 2.0})
+    with pytest.raises(InvalidTypeError, match="did you mean 'give_up_after'"):
+        StepGuard(give_up=3)  # type: ignore[call-arg]
+    with pytest.raises(InvalidTypeError, match=r"takes its options by name, such as group=, got \(2\.0,\)"):
+        StepGuard(2.0)  # type: ignore[misc]
     with pytest.raises(InvalidTypeError, match=r"group= is taken by gradscale\.ShardedGradScaler$"):
         GradScaler(group=None)  # type: ignore[call-arg]
     with pytest.raises(InvalidTypeError, match=r"by name, such as init_scale=, got \(65536\.0,\)"):

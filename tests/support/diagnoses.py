@@ -18,7 +18,7 @@ import numpy as np
 from axes import require
 from libraries import REALS, Library
 from optimizers import Grouped, Parameter, Tree, Weight
-from scenarios import rank_and_size
+from scenarios import OF_A_SCALE, rank_and_size
 
 import gradscale
 from gradscale import DynamicScale, OverflowReport, ParameterReport, StaticScale
@@ -221,6 +221,8 @@ def check(results, ranks: Sequence[tuple[int, ...]] = ((),), listed: int = 4096)
             assert report == expected, (report, expected, rank, story)
             for limit, text in ((20, str(report)), (3, report.table(3))):
                 assert text == "\n".join(text_of(expected, limit)), (rank, story)
+            # What scales nothing does not speak of a scale.
+            assert part.minimum is not None or not OF_A_SCALE.search(str(report)), (report, rank, story)
             plain = json.loads(json.dumps(report.to_dict(), allow_nan=False))
             told = [(one["name"], one["inf"], one["rank"], one["zero_fraction"]) for one in plain["entries"]]
             wanted = [(one.name, one.inf, [*one.rank], one.zeros / max(one.size, 1)) for one in report.entries]

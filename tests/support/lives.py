@@ -16,7 +16,6 @@ import json
 import math
 import pickle
 import random
-import re
 import statistics
 import types
 import warnings
@@ -25,8 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from refused_calls import OF_GRIDS, OF_GROUPS, OF_NORMS, OF_ONES, OF_RULES, OF_SCALERS
-from scenarios import SGD, Alone, rank_and_size
+from refused_calls import OF_GRIDS, OF_GROUPS, OF_GUARDS, OF_NORMS, OF_ONES, OF_RULES, OF_SCALERS
+from scenarios import OF_A_SCALE, SGD, Alone, rank_and_size
 
 import gradscale
 from gradscale import DynamicScale, SkipSpikes, StaticScale, StepReport, UpdateReport
@@ -50,8 +49,6 @@ FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 # What a state dict may lack, and what a StepGuard makes nothing of.
 OPTIONAL = ("policy", "counts", "spikes", "iteration", "version", "_overflow_tracker", "_rescale_tracker")
 FOREIGN = {"scale": 64.0, "growth_factor": 1.5, "backoff_factor": 0.25, "growth_interval": 9, "_growth_tracker": 1}
-# The nouns; the names of methods are those of a scaler.
-OF_A_SCALE = re.compile(r"\b(scale|scales|scaled)\b(?!\()|overflow", re.IGNORECASE)
 
 POLICIES = [
     DynamicScale(growth_interval=5),
@@ -1024,6 +1021,7 @@ class _Life:
     def err(self):
         """Make all calls that are refused at any time."""
         rows = [*OF_SCALERS, *OF_RULES * (self.settings["skip"] is not None), *OF_ONES * (self.group is None)]
+        rows += OF_GUARDS * self.is_guard
         # Torch's knows by itself over what its norms are.
         if self.library != "torch":
             rows += [*OF_NORMS, *OF_GROUPS * (self.group is not None), *OF_GRIDS * self.is_grid]
