@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -125,85 +125,57 @@ def several_devices(library: Library):
     policy.update(state, nonfinite=library.asarray(0, "int32", device=away))
 
 
-def train(library: Library, scaler: GradScaler):
-    """Use the scaler's whole protocol, and what it saves."""
-    for value in (1.0, math.nan, 1.0):
-        optimizer = Tree([library.asarray([value])])
-        scaler.scale(library.asarray(1.0))
-        scaler.unscale_(optimizer)
+LISTED = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
+# What not all use, and the functions that it needs beside.
+FEATURES: dict[str, tuple[Iterable[str], dict[str, Any]]] = {
+    "core": ((), {}),
+    "diagnosis": (summaries.STANDARD_FUNCTIONS, {"diagnose": "on_overflow"}),
+    "clipping": (arithmetic.CLIPPING_FUNCTIONS, {}),
+    "spikes": (spikes.STANDARD_FUNCTIONS, {"skip": spikes.SkipSpikes(window=2)}),
+}
+
+
+def train(library: Library, scaler: GradScaler, feature: str):
+    """Use the scaler's whole protocol, gradients of each kind on two devices, and what it saves."""
+    away = library.xp.Device("device1")
+    for dtype, loss, value in (
+        ("float32", 2.0, 1.0),
+        ("float64", 2.0, math.nan),
+        ("complex64", 2.0, 1.0),
+        ("float32", 9.0, 1.0),
+    ):
+        optimizer = Tree([library.asarray([value, math.inf if value != 1.0 else 2.0], dtype)])
+        optimizer.grads.append(library.asarray([1.0], device=away))
+        scaler.scale(library.asarray(loss))
+        scaler.unscale_(optimizer, **({"max_norm": 1.0, "norm_over": "group"} if feature == "clipping" else {}))
         scaler.step(optimizer)
+        if feature == "diagnosis":
+            scaler.diagnose(optimizer, gather=True, loss=library.asarray(2.0))
         scaler.update()
-        assert optimizer.steps == (value == 1.0)
+        assert optimizer.steps == (value == 1.0 and (feature, loss) != ("spikes", 9.0))
     scaler.load_state_dict(scaler.state_dict())
     scaler.scale(library.asarray(1.0))
     scaler.update(library.asarray([4.0]))
     assert scaler.get_scale() == 4.0
 
 
-def diagnose(library: Library, scaler: GradScaler):
-    """Diagnose gradients of each kind, when asked and on overflow."""
-    for dtype in ("float32", "float64", "complex64"):
-        optimizer = Tree([library.asarray([1.0, math.nan, math.inf], dtype), library.asarray([3.0, 0.0], dtype)])
-        scaler.scale(library.asarray(1.0))
-        scaler.step(optimizer)
-        report = scaler.diagnose(optimizer, gather=True, loss=library.asarray(2.0))
-        assert (len(report.nonfinite) > 0, optimizer.steps) == (True, 0)
-        scaler.update()
-
-
-def clip(library: Library, scaler: GradScaler):
-    """Clip gradients of each kind, on two devices, to the norm of all ranks."""
-    away = library.asarray([1.0], device=library.xp.Device("device1"))
-    for dtype in ("float32", "float64", "complex64"):
-        optimizer = Tree([library.asarray([3.0, 4.0], dtype), away])
-        scaler.scale(library.asarray(1.0))
-        assert scaler.unscale_(optimizer, max_norm=1.0, norm_over="group") is not None
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.steps == 1
-
-
-def skip(library: Library, scaler: GradScaler):
-    """Skip a spike of the loss, after losses that are learned."""
-    for loss, steps in ((2.0, 1), (2.0, 1), (9.0, 0)):
-        optimizer = Tree([library.asarray([1.0])])
-        scaler.scale(library.asarray(loss))
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.steps == steps
-
-
-LISTED = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
-
-
-def test_the_core_asks_for_the_listed_functions_and_members_and_no_others(strict: Library, recorded: Recorded):
-    for policy in policies():
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_asks_for_the_listed_functions_and_members_and_no_others(
+    strict: Library, recorded: Recorded, feature: str
+):
+    listed, options = FEATURES[feature]
+    for policy in policies() if feature == "core" else ():
         strict.state(functional_step(strict, policy))
     several_devices(strict)
-    for policy in (DynamicScale(), DynamicScale(at_min="raise")):
-        train(strict, GradScaler(policy=policy))
-        run_ranks(2, lambda collectives: train(strict, ShardedGradScaler(group=collectives)))
-    assert recorded.functions == LISTED
-    assert recorded.members == set(arithmetic.STANDARD_MEMBERS)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize(
-    ("use", "listed", "options"),
-    [
-        (diagnose, summaries.STANDARD_FUNCTIONS, {"diagnose": "on_overflow"}),
-        (clip, arithmetic.CLIPPING_FUNCTIONS, {}),
-        (skip, spikes.STANDARD_FUNCTIONS, {"skip": spikes.SkipSpikes(window=2)}),
-    ],
-    ids=["diagnosis", "clipping", "spikes"],
-)
-def test_what_not_all_use_asks_for_the_listed_functions_beside_and_no_others(
-    strict: Library, recorded: Recorded, use, listed, options
-):
-    use(strict, GradScaler(**options))
-    run_ranks(2, lambda collectives: use(strict, ShardedGradScaler(group=collectives, **options)))
+    for options["policy"] in (DynamicScale(), DynamicScale(at_min="raise")):
+        train(strict, GradScaler(**options), feature)
+        run_ranks(2, lambda group: train(strict, ShardedGradScaler(group=group, **options), feature))
     assert recorded.functions - LISTED == set(listed)
-    assert recorded.members <= set(arithmetic.STANDARD_MEMBERS)
+    # What is saved of a window are floats.
+    assert recorded.members <= {*arithmetic.STANDARD_MEMBERS, *["__float__"] * (feature == "spikes")}
+    if feature == "core":
+        assert (recorded.functions, recorded.members) == (LISTED, set(arithmetic.STANDARD_MEMBERS))
 
 
 def test_the_record_sees_a_function_that_the_core_uses_anew(strict: Library, recorded: Recorded):

@@ -1,6 +1,7 @@
 """Waiting on a group: what poll asks and when it ends; what GroupWait raises, and when it gives the group up."""
 
 import math
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from optimizers import Tree
+from tiers import examples
 
 from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, ShardedGradScaler, waiting
 from gradscale.testing import ThreadCollectives, run_ranks
@@ -34,36 +36,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-@pytest.mark.parametrize("timeout", [0.02, 1.0, 10.0])
-@pytest.mark.parametrize("pause", [1e-3, 0.4], ids=["short questions", "questions that wait"])
-@pytest.mark.parametrize("suspended", [(), (3600.0, 7200.0)], ids=["", "after suspensions"])
-def test_the_time_that_is_over_is_found_soon_after(
-    clock: Clock, timeout: float, pause: float, suspended: tuple[float, ...]
-):
-    gaps = iter(suspended)
+def test_a_wait_ends_when_the_others_come_or_soon_after_the_time_in_which_the_process_has_run(clock: Clock):
+    for seed in range(examples(500)):
+        chance = random.Random(seed)
+        timeout, pause, comes = chance.choice([0.02, 1.0, 10.0]), chance.choice([1e-3, 0.4]), chance.random() < 0.5
+        gaps = [chance.choice([1.0, 3600.0, 1e7]) for _ in range(chance.choice([0, 1] if comes else [0, 2]))]
+        clock.now, suspended = 0.0, 0.0
 
-    def ask() -> bool:
-        clock.now += next(gaps, min(pause, timeout / 4))
-        return False
+        def ask(timeout=timeout, pause=pause, comes=comes, gaps=gaps) -> bool:
+            nonlocal suspended
+            if gaps and clock.now - suspended > 0.3 * timeout:
+                suspended += gaps[-1]
+                clock.now += gaps.pop()
+            clock.now += min(pause, timeout / 8)
+            # The other rank, which was suspended as well, comes as long after as it would have without.
+            return comes and clock.now - suspended > 0.7 * timeout
 
-    assert not poll(ask, timeout)
-    assert (0.0 if suspended else timeout) <= clock.now - sum(suspended) < 1.01 * timeout + 1.0
-
-
-@pytest.mark.parametrize("timeout", [0.02, 1.0, 10.0])
-@pytest.mark.parametrize("suspended", [1.0, 3600.0, 1e7])
-def test_time_in_which_the_process_is_suspended_does_not_count(clock: Clock, timeout: float, suspended: float):
-    begin, first = 0.3 * timeout, True
-
-    def ask() -> bool:
-        nonlocal first
-        if first and clock.now > begin:
-            first = False
-            clock.now += suspended
-        # The other rank, which was suspended as well, comes as long after as it would have without.
-        return clock.now > begin + suspended + 0.4 * timeout
-
-    assert poll(ask, timeout)
+        assert poll(ask, timeout) is comes, seed
+        assert comes or (0.0 if suspended else timeout) <= clock.now - suspended < 1.01 * timeout + 1.0, seed
 
 
 @pytest.mark.parametrize("timeout", [0.0, 1.0])
