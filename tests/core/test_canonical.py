@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import enum
 import os
 import subprocess
 import sys
@@ -9,15 +10,67 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import policies_of_ones_own as policies
 import pytest
-from policies_of_ones_own import by_name, made
 
 import gradscale
 from gradscale.scaler.claim import identify
 from gradscale.testing import run_ranks
 
 pytestmark = pytest.mark.numpy
+
+
+class Slope(enum.Enum):
+    """A setting that is one of a few."""
+
+    FLAT = 0
+    STEEP = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a setting may hold."""
+
+    kind: Any = Slope.FLAT
+    names: Any = ("embedding", "head", "norm", "bias", "router")
+
+
+class Odd:
+    """An object that says nothing of itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(gradscale.DynamicScale):
+    """A policy with one setting more."""
+
+    setting: Any = None
+    log: Any = dataclasses.field(default_factory=list, compare=False)
+
+
+def by_name():
+    """Return settings, no two of which are equal, made anew."""
+    return {
+        "none": None,
+        "fraction": 0.1,
+        "complex": 2j,
+        "large number": 10**5000,
+        "text": "2",
+        "text that is not in every Python's tables": "\U0001fae9",
+        "bytes": b"2",
+        "tuple": (1, 2.5, None),
+        "nested": ((1,), (2.5, None)),
+        "enumeration": Slope.STEEP,
+        "other enumeration": Slope.FLAT,
+        "class": Schedule,
+        "NumPy's class": np.float32,
+        "class of the same name": type("float32", (), {}),
+        "dataclass": Schedule(),
+        "other dataclass": Schedule(Slope.STEEP),
+    }
+
+
+def made(setting, **settings) -> Own:
+    """Return a policy with a setting."""
+    return Own(setting=setting, log=[object()], **settings)
 
 
 def test_settings_are_told_apart_and_equal_ones_are_not():
@@ -30,7 +83,7 @@ def test_settings_are_told_apart_and_equal_ones_are_not():
 
 def test_neither_the_hash_seed_nor_addresses_make_a_difference():
     def printed(seed: str):
-        command, environment = [sys.executable, str(policies.__file__), seed], os.environ | {"PYTHONHASHSEED": seed}
+        command, environment = [sys.executable, __file__, seed], os.environ | {"PYTHONHASHSEED": seed}
         return ast.literal_eval(subprocess.check_output(command, env=environment, text=True))
 
     first = printed("1")
@@ -55,7 +108,7 @@ def test_no_two_tuples_run_together(one):
 
 def endless():
     """Return a setting that holds itself."""
-    found = policies.Schedule()
+    found = Schedule()
     object.__setattr__(found, "kind", (found,))
     return found
 
@@ -70,9 +123,9 @@ class Changeable:
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
-        pytest.param(policies.Odd(), r"the policy Own\.setting must be", id="object"),
-        pytest.param((1, policies.Odd()), r"Own\.setting\[1\] must be", id="in a tuple"),
-        pytest.param(policies.Schedule(policies.Odd()), r"Own\.setting\.kind must be", id="in a dataclass"),
+        pytest.param(Odd(), r"the policy Own\.setting must be", id="object"),
+        pytest.param((1, Odd()), r"Own\.setting\[1\] must be", id="in a tuple"),
+        pytest.param(Schedule(Odd()), r"Own\.setting\.kind must be", id="in a dataclass"),
         pytest.param(lambda step: step, r"Own\.setting must be .* make it a number, text, bytes, an", id="lambda"),
         pytest.param([1], r"Own\.setting must be", id="list"),
         pytest.param(np.zeros(2), r"Own\.setting must be", id="array"),
@@ -93,3 +146,9 @@ def test_what_has_no_value_in_another_process_is_refused_by_its_name(setting, na
             run_ranks(1, construct)
     # A process alone compares it with nobody's.
     gradscale.GradScaler(policy=made(setting))
+
+
+if __name__ == "__main__":
+    # Addresses differ from process to process.
+    kept = [object() for _ in range(hash(sys.argv[1]) % 1000)]
+    print({name: identify(made(setting)) for name, setting in by_name().items()})
