@@ -8,7 +8,6 @@ import importlib
 import math
 import os
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import gradscale
 from gradscale import registry
 from gradscale.core.arithmetic import fingerprint
-from gradscale.testing import check_collectives
+from gradscale.testing import ThreadCollectives, check_collectives, run_ranks
 
 TIMEOUT = 20.0  # seconds
 SHAPES = ((3,), (2, 5), ())
@@ -356,40 +355,7 @@ class Trainer:
         self.scaler.update()
 
 
-class Members:
-    """Collectives over some threads, each of which holds one of these for every group that it is in."""
-
-    def __init__(self, shared: dict[tuple[Any, int], dict[int, Any]], key, ranks: list[int], rank: int):
-        self.rank, self.size = ranks.index(rank), len(ranks)
-        self._shared, self._key, self._calls = shared, key, 0
-        self._changed: threading.Condition = shared["changed"]  # type: ignore[index,assignment]
-
-    def start_max(self, x, /):
-        """Begin a MAX over the members."""
-        place = self._key, self._calls
-        self._calls += 1
-        with self._changed:
-            received = self._shared.setdefault(place, {})
-            received[self.rank] = np.array(x, copy=True)
-            self._changed.notify_all()
-
-        def finish():
-            with self._changed:
-                assert self._changed.wait_for(lambda: len(received) == self.size, 20.0)
-                return np.max(np.stack(list(received.values())), axis=0)
-
-        return finish
-
-
-def grid_of_threads() -> Callable[[int], list[Members]]:
+def grid_of_threads() -> Callable[[int], list[ThreadCollectives]]:
     """Return what returns, for one of 4 ranks, its row and its column of a grid of 2 x 2 threads."""
-    shared: dict[Any, Any] = {"changed": threading.Condition()}
-
-    def groups(rank: int) -> list[Members]:
-        row, column = divmod(rank, 2)
-        return [
-            Members(shared, ("row", row), [2 * row, 2 * row + 1], rank),
-            Members(shared, ("column", column), [column, column + 2], rank),
-        ]
-
-    return groups
+    made = [run_ranks(2, lambda group: group, timeout=60.0) for _ in range(4)]
+    return lambda rank: [made[rank // 2][rank % 2], made[2 + rank % 2][rank // 2]]
