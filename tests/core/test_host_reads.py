@@ -6,12 +6,11 @@ import math
 import numpy as np
 import pytest
 from libraries import Library
-from optimizers import Tree, iterate
+from optimizers import Tree, iterate, iterate_plainly
 
-from gradscale import BackendError, GradScaler, ScaleState, StaticScale, presets
+from gradscale import BackendError, GradScaler, ScaleState, StaticScale
 from gradscale.core.backend import Backend
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32
-from gradscale.scaler.state import LiveState
 
 # What is read is believed only where a policy can have made it; else the library is named.
 
@@ -66,30 +65,12 @@ def test_a_read_that_no_policy_can_have_made_names_the_library(strict: Library, 
 
 
 @pytest.mark.numpy
-@pytest.mark.parametrize("name", presets.names())
-def test_no_rule_passes_what_it_says_its_trackers_reach(name: str):
-    policy = presets.named(name, growth_interval=3)
-    largest = policy.largest_trackers
-    reached = [0, 0, 0]
-    state = policy.init(np.float32(1.0))
-    generator = np.random.default_rng(5)
-    for bad in generator.random(150) < 0.3:
-        state = policy.update(state, nonfinite=np.asarray(int(bad)))
-        reached = [max(int(tracker), most) for tracker, most in zip(state[1:], reached, strict=True)]
-    assert all(most <= limit for most, limit in zip(reached, largest, strict=True)), (reached, largest)
-    live = LiveState(policy)
-    live.current(state.scale)
-    live.take(state)
-    assert live.numbers()["scale"] == float(state.scale)
-
-
 def test_a_policy_that_does_not_say_may_use_all_of_int32():
     @dataclasses.dataclass(frozen=True)
     class Own(StaticScale):
         def update(self, state: ScaleState, *, nonfinite) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
             return state._replace(growth_tracker=np.asarray(LARGEST_INT32, np.int32))
 
-    live = LiveState(Own())
-    live.current(np.float32(1.0))
-    live.advance([0], (), live.saved())
-    assert live.numbers()["growth_tracker"] == LARGEST_INT32
+    scaler = GradScaler(policy=Own())
+    iterate_plainly(scaler, Tree())
+    assert scaler.state_dict()["_growth_tracker"] == LARGEST_INT32

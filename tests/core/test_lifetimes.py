@@ -1,4 +1,4 @@
-"""What a scaler and an IdentityMap keep alive: neither optimizers nor gradients; nothing waits for the collector."""
+"""What a scaler keeps alive: neither optimizers nor gradients; nothing waits for the collector."""
 
 import gc
 import weakref
@@ -8,7 +8,6 @@ import pytest
 from optimizers import Tree
 
 from gradscale import GradScaler
-from gradscale.core.identity import IdentityMap
 
 pytestmark = [pytest.mark.numpy, pytest.mark.usefixtures("_no_collector")]
 
@@ -54,38 +53,3 @@ def test_a_scaler_is_in_no_cycle(steps: bool):
     held = weakref.ref(scaler)
     del scaler
     assert held() is None
-
-
-class Thing:
-    pass
-
-
-class Slotted:
-    __slots__ = ()
-
-
-def test_of_objects_that_cannot_be_referenced_weakly_the_last_hundred_are_kept():
-    mapping: IdentityMap[int] = IdentityMap()
-    thing, last = Thing(), Slotted()
-    mapping.put(thing, -1)
-    for value in range(1000):
-        last = Slotted()
-        mapping.put(last, value)
-    assert len(mapping.values()) == 101
-    assert (mapping.by_id(id(thing)), mapping.by_id(id(last))) == (-1, 999)
-
-
-def test_neither_an_object_in_a_cycle_nor_the_map_waits_for_another_reference():
-    mapping: IdentityMap[Thing] = IdentityMap()
-    thing, value = Thing(), Thing()
-    thing.itself = thing  # type: ignore[attr-defined]
-    mapping.put(thing, value)
-    mapping.put(thing, value)
-    held, cycle = weakref.ref(value), weakref.ref(thing)
-    del thing
-    gc.collect()
-    assert (cycle(), mapping.values()) == (None, [])
-    mapping.put(last := Thing(), value)
-    del value, mapping
-    assert held() is None
-    del last

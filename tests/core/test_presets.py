@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from libraries import Library, opened
-from runs import scales, start
+from runs import follow, scales, start
 from tiers import later
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, presets
@@ -125,4 +125,6 @@ def test_gradual_growth_is_the_nearest_float32_of_the_exact_rule(name: str, inte
     steps = "".join("O" if draw < 0.7 / interval else "C" for draw in draws)
     rule = presets.named(name, growth_interval=interval)
     with opened("numpy") as library:
-        assert scales(library, rule, steps) == gradual_by_hand(steps, rule)
+        states = [library.state(state) for state in follow(library, rule, steps)]
+    assert [scale for scale, *_ in states] == gradual_by_hand(steps, rule)
+    assert all(most <= limit for _, *found in states for most, limit in zip(found, rule.largest_trackers, strict=True))

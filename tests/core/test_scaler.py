@@ -6,24 +6,12 @@ import math
 import numpy as np
 import pytest
 from libraries import Library
-from optimizers import Tree, iterate
+from optimizers import Tree
 
 from gradscale import GradScaler, ShardedGradScaler, StaticScale
 from gradscale.testing import run_ranks
 
 # How optimizers are called and kept.
-
-
-def test_step_is_called_through_the_instance_attribute_exactly_when_it_is_made(arrays: Library):
-    scaler = GradScaler()
-    optimizer = Tree()
-    patched: list[int] = []
-    for value, expected in ((1.0, 1), (math.inf, 1), (2.0, 2)):
-        # As accelerate does before each step.
-        optimizer.step = lambda: patched.append(1)  # type: ignore[method-assign,assignment,misc]
-        assert iterate(arrays, scaler, optimizer, [value]).skipped == math.isinf(value)
-        assert len(patched) == expected
-    assert optimizer.steps == 0
 
 
 class Slotted:

@@ -168,20 +168,6 @@ def test_the_scalers_own_arguments_are_refused():
             GradScaler(backend=backend)
 
 
-# Arithmetic on the host.
-
-
-@given(st.floats(allow_nan=False))
-def test_rounding_to_float32_is_numpys(value: float):
-    with np.errstate(over="ignore"):
-        assert validation.round_to_float32(value) == float(np.float32(value))
-
-
-@given(st.floats(2.0**-126, validation.LARGEST_FLOAT32, width=32))
-def test_a_float32_comes_back_from_its_bits(value: float):
-    assert validation.float32_from_bits(int(np.float32(value).view(np.int32))) == value
-
-
 @given(st.floats(1.0, validation.LARGEST_FLOAT32, exclude_min=True))
 def test_the_largest_with_finite_product_is_the_largest(factor: float):
     largest = np.float32(validation.largest_with_finite_product(factor))
@@ -189,11 +175,6 @@ def test_the_largest_with_finite_product_is_the_largest(factor: float):
         assert np.isfinite(np.float32(np.float64(largest) * factor))
         above = np.nextafter(largest, np.float32(np.inf))
         assert not np.isfinite(above) or not np.isfinite(np.float32(np.float64(above) * factor))
-
-
-@given(st.floats(1e-300, 1e300))
-def test_powers_of_two_are_told_apart(value: float):
-    assert validation.is_power_of_two(value) == (math.log2(value).is_integer() and 2.0 ** math.log2(value) == value)
 
 
 # The options of a scaler: in the signature and the docstring of each constructor, alike.
