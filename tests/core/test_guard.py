@@ -13,11 +13,13 @@ from gradscale.tools.callbacks import LogUpdates
 RULE = SkipSpikes(window=8, min_values=4, of="loss")
 
 
-def test_a_group_that_cannot_be_joined_leaves_a_guard_that_decides_alone():
+def test_a_group_that_cannot_be_joined_or_a_new_scale_leaves_a_guard_as_it_is():
     guard, optimizer = StepGuard(), Tree([np.full(1, 4.0, np.float32)])
     with pytest.raises(gradscale.InvalidTypeError):
         guard.set_group("world")
     assert guard.unscale_(optimizer, max_norm=1.0) == 4.0
+    with pytest.raises(gradscale.InvalidValueError, match=r"new_scale must be 1 for a guard, .*got 4\.0"):
+        guard.update(4.0)
 
 
 @pytest.mark.parametrize("is_met", [False, True], ids=["new", "used"])

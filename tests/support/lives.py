@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from refused_calls import OF_GRIDS, OF_GROUPS, OF_GUARDS, OF_NORMS, OF_ONES, OF_RULES, OF_SCALERS
+from refused_calls import OF_GRIDS, OF_GROUPS, OF_NORMS, OF_ONES, OF_RULES, OF_SCALERS
 from scenarios import OF_A_SCALE, SGD, Alone, rank_and_size
 
 import gradscale
@@ -1021,7 +1021,6 @@ class _Life:
     def err(self):
         """Make all calls that are refused at any time."""
         rows = [*OF_SCALERS, *OF_RULES * (self.settings["skip"] is not None), *OF_ONES * (self.group is None)]
-        rows += OF_GUARDS * self.is_guard
         # Torch's knows by itself over what its norms are.
         if self.library != "torch":
             rows += [*OF_NORMS, *OF_GROUPS * (self.group is not None), *OF_GRIDS * self.is_grid]

@@ -104,9 +104,6 @@ OF_GROUPS: list[Row] = [(InvalidValueError, WHICH_OVER, lambda s, o, _, x: s.uns
 OF_GRIDS: list[Row] = [
     (InvalidValueError, "one group, got 2", lambda s, o, _, x: s.unscale_(o, max_norm=1.0, norm_over=x), ["group"])
 ]
-OF_GUARDS: list[Row] = [
-    (InvalidValueError, r"new_scale must be 1 for a guard, .*got 4\.0", lambda s, _o, _xp, x: s.update(x), [4.0])
-]
 # Of one process alone: the others would wait for the message of this one.
 OF_ONES = for_no_optimizer("unscale_")
 NO_LOSSES = ("1.0", True, np.ones(2, np.float32), np.int32(1), 1j, [1.0])
