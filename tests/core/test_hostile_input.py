@@ -178,12 +178,10 @@ READ: dict[str, Callable[[Any], Any]] = {
     "optimizer state": lambda value: used().diagnose(Tree([np.ones(1, np.float32)]), state=value),
     "recorded": simulation.recorded,
     "Gradients": simulation.Gradients,
-    "gradients": simulation.Gradients,
     "preset": presets.named,
     "policy": lambda value: simulation.simulate(value, "CO"),
     "steps": lambda value: simulation.simulate(DynamicScale(growth_interval=2), value),
     "name": lambda value: simulation.simulate(DynamicScale(), "CO", name=value),
-    "one measured": lambda value: simulation.Gradients([1.0, value]),
     "one of gradients": lambda value: simulation.Gradients([1.0, value]),
     "preset growth_factor": lambda value: presets.named("torch", growth_factor=value),
 }
@@ -279,37 +277,39 @@ def test_a_tree_may_be_deep():
     assert tree.flatten(chosen)[0] == [1.0]
 
 
-def test_a_tree_that_is_deeper_than_python_recurses_is_an_error_that_says_so_and_changes_nothing():
-    scaler, optimizer = GradScaler(init_scale=2.0), Tree(deep(5000, np.full(1, 2.0, np.float32)))
-    message = r"must have an end, got a (list|dict) that is below \d{3} others: make it anew from its own leaves"
-    for walk in (scaler.scale, tree.leaves_with_paths, lambda tree_: gradscale.select(np.asarray(True), tree_, tree_)):
-        with pytest.raises(InvalidValueError, match=message):
-            walk(deep(5000))
+class Endless:
+    """A container that makes others for ever."""
+
+    def __iter__(self):
+        return iter([Endless()])
+
+
+BELOW = r"must have an end, got a (list|dict|Endless) that is below \d{3} others: make it anew from its own leaves"
+ITSELF = "must have an end, got a list that holds itself"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(deep(5000), BELOW), (Endless(), BELOW), (holding_itself(), ITSELF), ((holding_itself(),), ITSELF)],
+    ids=["deep", "endless", "holding itself", "deeper"],
+)
+def test_a_tree_without_an_end_is_an_error_that_says_so_and_changes_nothing(given, said: str):
+    scaler = GradScaler(init_scale=2.0)
     scaler.scale(np.float32(1.0))
-    with pytest.raises(InvalidValueError, match=message):
-        scaler.unscale_(optimizer)
-    assert scaler.get_scale() == 2.0
-
-
-@pytest.mark.parametrize("given", [holding_itself(), (holding_itself(),)], ids=["a list", "deeper"])
-def test_a_tree_that_holds_itself_is_an_error_that_says_so(given):
-    for walk in (GradScaler().scale, tree.leaves_with_paths, lambda tree_: tree.map_leaves(lambda leaf: leaf, tree_)):
-        with pytest.raises(InvalidValueError, match="must have an end, got a list that holds itself"):
+    walks: list[Callable[[Any], object]] = [
+        *(scaler.scale, tree.leaves_with_paths, lambda given: tree.map_leaves(lambda leaf: leaf, given)),
+        lambda given: gradscale.select(np.asarray(True), given, given),
+        lambda given: scaler.unscale_(Tree(given)),
+    ]
+    for walk in walks:
+        with pytest.raises(InvalidValueError, match=said):
             walk(given)
+    assert scaler.get_scale() == 2.0
 
 
 def test_one_container_in_two_places_is_no_tree_that_holds_itself():
     shared = [np.float32(1.0)]
     assert tree.flatten([shared, {"again": shared}])[0] == [1.0, 1.0]
-
-
-def test_a_container_that_makes_others_for_ever_is_an_error():
-    class Endless:
-        def __iter__(self):
-            return iter([Endless()])
-
-    with pytest.raises(InvalidValueError, match=r"got a Endless that is below \d{3} others"):
-        tree.flatten(Endless())
 
 
 def test_what_is_shown_of_a_value_is_short_and_never_an_error():
