@@ -16,13 +16,8 @@ from gradscale.core.backend import Backend
 from gradscale.policies import spikes
 from gradscale.testing import run_ranks
 
-# What the core may use of an array: every operator and attribute of the standard's array object.
-OPERATORS = (
-    *("abs", "add", "and", "bool", "complex", "dlpack", "dlpack_device", "eq", "float", "floordiv", "ge", "getitem"),
-    *("gt", "index", "int", "invert", "le", "lshift", "lt", "matmul", "mod", "mul", "ne", "neg", "or", "pos", "pow"),
-    *("radd", "rmul", "rshift", "rsub", "rtruediv", "setitem", "sub", "truediv", "xor", "iadd", "imul", "array"),
-)
-ATTRIBUTES = ("dtype", "device", "ndim", "shape", "size", "T", "mT", "to_device")
+# Of an array's class, what is not of the standard's array object.
+OWN = ("__new__", "__init__", "__repr__", "__str__", "__hash__", "__array_namespace__")
 GROWTHS = ("interval", "first_interval_plus_one", "interval_plus_one")
 REFILLS = (("clean_step",), ("growth", "backoff"))
 BOUNDS: tuple[dict[str, Any], ...] = (
@@ -51,9 +46,10 @@ class Recorded:
         namespace = Namespace()
         kind = type(library.asarray(1.0))
         patch.setattr(kind, "__array_namespace__", lambda _self, **_options: namespace)
-        for name in (*(f"__{operator}__" for operator in OPERATORS), *ATTRIBUTES):
-            if hasattr(kind, name):
-                patch.setattr(kind, name, self._member(name, getattr(kind, name)))
+        for name, member in [*vars(kind).items()]:
+            is_private = name.startswith("_") and not name.endswith("__")
+            if (callable(member) or isinstance(member, property)) and not is_private and name not in OWN:
+                patch.setattr(kind, name, self._member(name, member))
 
     def _member(self, name: str, original):
         def call(*args, **kwargs):
