@@ -313,7 +313,7 @@ def cupy(session: nox.Session, version: str) -> None:
     files = [*ROOT.glob("tests/*/test_*cupy*.py"), "tests/packaging/test_pages.py"]
     required = "gpu,numpy,cupy,nccl4py,jax,mpi,cli,examples"
     run_tests(session, required, "-n", "2", "--timeout", "900", "-m", "cupy", *files)
-    # That they run, and that the host waits where it may; the times are those of no device.
+    # That they run; the times are those of no device.
     session.run("python", "-m", "benchmarks", "--only", "cupy-", "--quick", env={"PYTHONPATH": "tests"})
 
 

@@ -1,6 +1,7 @@
 """Measure gradscale's speed against peers in the same process, and print one table."""
 
 import argparse
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -83,16 +84,13 @@ def _cases() -> Iterator[tuple[str, Case]]:
     """Yield the cases by name; of a module that cannot be imported one with the module's name, which says why."""
     for module in _MODULES:
         try:
-            cases: dict[str, Case] = importlib.import_module(f"benchmarks.{module}").CASES
+            yield from importlib.import_module(f"benchmarks.{module}").CASES.items()
         except ModuleNotFoundError as error:
-            missing = error
+            yield module, functools.partial(_fail, error)
 
-            def fail(_quick: bool, error: ModuleNotFoundError = missing) -> list[Row]:
-                raise error
 
-            yield module, fail
-        else:
-            yield from cases.items()
+def _fail(error: ModuleNotFoundError, _quick: bool) -> list[Row]:
+    raise error
 
 
 def _explain(error: Exception) -> str:

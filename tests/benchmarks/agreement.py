@@ -9,12 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import gradscale
-from benchmarks.measure import STEADY, Call, Idle, Row, interleaved
+from benchmarks.measure import STEADY, Idle, Row, by_the_clock, interleaved
 
 _CALLS = 200  # in each round
 
@@ -52,7 +51,11 @@ def measure(rounds: int) -> dict[str, float]:
     collectives = gradscale.registry.collectives_for(comm, timeout=60)
     optimizer = Idle([np.ones(10, np.float32)])
 
-    def iteration(scaler: gradscale.GradScaler, between: Callable[[], object]) -> Callable[[], None]:
+    def allreduce():
+        comm.Allreduce(x, received, op=MPI.MAX)
+
+    def iteration(between: Callable[[], object] = lambda: None, scaler: gradscale.GradScaler | None = None):
+        scaler = scaler or gradscale.GradScaler(**STEADY)
         scaler.scale(np.ones((), np.float32))
 
         def run():
@@ -63,26 +66,19 @@ def measure(rounds: int) -> dict[str, float]:
 
         return run
 
-    def allreduce():
-        comm.Allreduce(x, received, op=MPI.MAX)
+    def timed(run: Callable[[], object]) -> float:
+        comm.Barrier()
+        return by_the_clock(lambda: [run() for _ in range(_CALLS)]) / _CALLS
 
     calls: dict[str, Callable[[], object]] = {
         "Allreduce": allreduce,
         "start_max": lambda: collectives.start_max(x)(),
         # Within an iteration the ranks drift apart, and every collective waits for the last of them.
-        "alone": iteration(gradscale.GradScaler(**STEADY), lambda: None),
-        "alone and Allreduce": iteration(gradscale.GradScaler(**STEADY), allreduce),
-        "group": iteration(gradscale.ShardedGradScaler(group=comm, **STEADY), lambda: None),
+        "alone": iteration(),
+        "alone and Allreduce": iteration(allreduce),
+        "group": iteration(scaler=gradscale.ShardedGradScaler(group=comm, **STEADY)),
     }
-
-    def timed(run: Callable[[], object]) -> float:
-        comm.Barrier()
-        begin = time.perf_counter()
-        for _ in range(_CALLS):
-            run()
-        return (time.perf_counter() - begin) / _CALLS
-
-    return interleaved({name: Call(call) for name, call in calls.items()}, rounds, timed)
+    return interleaved(calls, rounds, timed)
 
 
 def main():

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import gradscale
-from benchmarks.measure import STEADY, Call, Idle, NotOnThisMachineError, Row, by_the_clock, interleaved
+from benchmarks.measure import NotOnThisMachineError, Row, compared, interleaved
 from gradscale.errors import BackendNotAvailableError
 
 Array = Any
@@ -34,7 +34,6 @@ extern "C" __global__ void stall(long long nanoseconds) {
 """
 # Seconds.
 _SHORTEST_STALL, _LONGEST_STALL = 0.01, 2.0
-_WATCHED_ITERATIONS, _WATCHED_STALL = 5, 0.2
 _LONGEST_PLAN = 5e-3
 
 
@@ -68,48 +67,35 @@ def _torch(cupy):
     return torch
 
 
-class _Stall:
-    """Keeps the device busy."""
-
-    def __init__(self, cupy):
-        self._cupy = cupy
-        self._kernel = cupy.RawKernel(_STALL, "stall")
-
-    def __call__(self, seconds: float):
-        """Put it on the stream, and return an event that is recorded behind it."""
-        self._kernel((1,), (1,), (self._cupy.int64(seconds * 1e9),))
-        event = self._cupy.cuda.Event()
-        event.record()
-        return event
+def _stall(cupy, seconds: float):
+    """Keep the device busy, and return an event that is recorded behind that on the stream."""
+    cupy.RawKernel(_STALL, "stall")((1,), (1,), (cupy.int64(seconds * 1e9),))
+    event = cupy.cuda.Event()
+    event.record()
+    return event
 
 
-class _DeviceClock:
-    """Returns the seconds that a call takes the device; what is called may be called several times."""
+def _on_device(cupy, case: str, calls: Mapping[str, Callable[[], object]], rounds: int, target: float) -> list[Row]:
+    """Return rows of the median seconds that each call takes the device; each may be called several times."""
+    stalled = _SHORTEST_STALL
 
-    def __init__(self, cupy):
-        self._cuda = cupy.cuda
-        self._stall = _Stall(cupy)
-        self._seconds = _SHORTEST_STALL
-
-    def __call__(self, run: Callable[[], object]) -> float:
-        while self._seconds < _LONGEST_STALL:
-            begin, end = self._stall(self._seconds), self._cuda.Event()
+    def timed(run: Callable[[], object]) -> float:
+        nonlocal stalled
+        while stalled < _LONGEST_STALL:
+            begin, end = _stall(cupy, stalled), cupy.cuda.Event()
             run()
             end.record()
             is_all_there = not begin.done
             end.synchronize()
             if is_all_there:
-                return float(self._cuda.get_elapsed_time(begin, end)) / 1e3
-            self._seconds *= 2
+                return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+            stalled *= 2
         raise RuntimeError(f"the host waits for the device, or takes more than {_LONGEST_STALL:g} s for one call")
 
-
-def _device_times(cupy, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median seconds that each call takes the device."""
-    for run in runs.values():
+    for run in calls.values():
         # The first time, its kernels are loaded, which may wait for the device.
         run()
-    return interleaved({name: Call(run) for name, run in runs.items()}, rounds, _DeviceClock(cupy))
+    return compared(case, calls, rounds, {"device": target}, timed=timed)
 
 
 def _filled(cupy, count: int, size: int, dtype: str = "float32") -> list[Array]:
@@ -127,11 +113,8 @@ def _unscale(cupy, sources: Sequence[Array], targets: Sequence[Array]) -> Callab
 def _copy(cupy, size: int) -> Callable[[], object]:
     """Return a copy of so many bytes from one place on the device to another: as many read as written."""
     source, target = cupy.ones(size, dtype="uint8"), cupy.zeros(size, dtype="uint8")
-    return partial(_copy_async, cupy, target, source)
-
-
-def _copy_async(cupy, target: Array, source: Array):
-    target.data.copy_from_device_async(source.data, source.nbytes, cupy.cuda.get_current_stream())
+    copy = target.data.copy_from_device_async
+    return lambda: copy(source.data, source.nbytes, cupy.cuda.get_current_stream())
 
 
 def _unscale_torch(torch, arrays: Sequence[Array]) -> Callable[[], object]:
@@ -157,10 +140,9 @@ def copies(quick: bool) -> list[Row]:
         grads = _filled(cupy, *sizes.large, dtype)
         outputs = _filled(cupy, *sizes.large) if into else grads
         moved = sum(x.nbytes for x in (*grads, *outputs))
-        runs = {"ours": _unscale(cupy, grads, outputs), "copy": _copy(cupy, moved // 2)}
-        times = _device_times(cupy, runs, sizes.rounds)
-        case = f"CuPy unscale, {_described(cupy, *sizes.large, dtype)}{into}, device / a copy of as many bytes"
-        rows.append(Row(case, times["ours"], times["copy"], "s", 1 / share))
+        calls = {"device": _unscale(cupy, grads, outputs), "peer": _copy(cupy, moved // 2)}
+        case = f"CuPy unscale, {_described(cupy, *sizes.large, dtype)}{into}, {{}} / a copy of as many bytes"
+        rows += _on_device(cupy, case, calls, sizes.rounds, 1 / share)
     return rows
 
 
@@ -170,18 +152,14 @@ def against_torch(quick: bool) -> list[Row]:
     torch = _torch(cupy)
     sizes = _QUICK if quick else _FULL
     rows = []
+    # The device is through with it before the next one is timed.
+    wait = cupy.cuda.get_current_stream().synchronize
     for shape, target in ((sizes.large, 1.0), (sizes.small, 0.7)):
         grads = _filled(cupy, *shape)
-        runs = {"ours": _unscale(cupy, grads, grads), "torch": _unscale_torch(torch, grads)}
-        device = _device_times(cupy, runs, sizes.rounds)
-        # The device is through with it before the next one is timed.
-        wait = cupy.cuda.get_current_stream().synchronize
-        host = interleaved({name: Call(run, wait) for name, run in runs.items()}, sizes.rounds)
+        ours, theirs = _unscale(cupy, grads, grads), _unscale_torch(torch, grads)
         case = f"CuPy unscale, {_described(cupy, *shape)}, {{}} / torch's"
-        rows += [
-            Row(case.format("device"), device["ours"], device["torch"], "s", target),
-            Row(case.format("host"), host["ours"], host["torch"], "s", None),
-        ]
+        rows += _on_device(cupy, case, {"device": ours, "peer": theirs}, sizes.rounds, target)
+        rows += compared(case, {"host": (ours, wait), "peer": (theirs, wait)}, sizes.rounds, None)
     return rows
 
 
@@ -193,52 +171,10 @@ def tables(quick: bool) -> list[Row]:
     sizes = _QUICK if quick else _FULL
     grads = _filled(cupy, *sizes.small)
     wait = cupy.cuda.get_current_stream().synchronize
-    runs = {"ours": Call(lambda: prepare(grads, grads, is_captured=False), wait)}
-    seconds = interleaved(runs, sizes.rounds)["ours"]
+    calls = {"ours": (lambda: prepare(grads, grads, is_captured=False), wait)}
+    seconds = interleaved(calls, sizes.rounds)["ours"]
     case = f"CuPy tables, {_described(cupy, *sizes.small)}, host / 5 ms"
     return [Row(case, seconds, _LONGEST_PLAN, "s", 1.0)]
 
 
-def host_waits(quick: bool) -> list[Row]:
-    """Count the iterations in which the host waits for a busy device: between ``scale`` and ``step``, and within."""
-    from gradscale_cupy.arrays import CupyBackend
-
-    cupy = _cupy()
-    sizes = _QUICK if quick else _FULL
-    halves = (cupy.ones(7, dtype="float16") for _ in range(7))
-    grads = [*_filled(cupy, *sizes.small), *halves]
-    optimizer = Idle(grads)
-    scaler = gradscale.GradScaler(**STEADY, backend=CupyBackend())
-    loss = cupy.ones((), dtype="float32")
-
-    def start():
-        scaler.scale(loss)
-        scaler.unscale_(optimizer)
-
-    def finish():
-        scaler.step(optimizer)
-        scaler.update()
-
-    seconds = 0.0
-    for _ in range(3):
-        seconds = by_the_clock(start)
-        finish()
-    stall = _Stall(cupy)
-    between = within = 0
-    for _ in range(_WATCHED_ITERATIONS):
-        # Much longer than the host takes: if the device is through, the host has waited.
-        stalled = stall(max(_WATCHED_STALL, 20 * seconds))
-        start()
-        between += bool(stalled.done)
-        finish()
-        within += bool(stalled.done)
-    if within != _WATCHED_ITERATIONS:
-        raise RuntimeError("step() reads the verdict, and yet the device was busy afterwards: waits are not seen")
-    case = f"CuPy {_described(cupy, *sizes.small)}, host waits {{}} / iterations"
-    return [
-        Row(case.format("between scale and step"), between, _WATCHED_ITERATIONS, "", 0.0),
-        Row(case.format("within step"), within, _WATCHED_ITERATIONS, "", None),
-    ]
-
-
-CASES = {"cupy-copy": copies, "cupy-torch": against_torch, "cupy-plan": tables, "cupy-waits": host_waits}
+CASES = {"cupy-copy": copies, "cupy-torch": against_torch, "cupy-plan": tables}

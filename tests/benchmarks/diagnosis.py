@@ -4,53 +4,39 @@ One read is the fastest pass that the library itself makes over them: the maximu
 library computes slower than a copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 import gradscale
-from benchmarks.measure import Call, Idle, Row, interleaved
+from benchmarks.measure import Calls, Idle, Row, compared
 
 _READS = 6.0
 _COUNT, _SIZE = 30, 1 << 20
 
 
-def _diagnosis(gradients: Sequence[Any], like) -> Call:
-    """Return a call of GradScaler.diagnose on a plain optimizer."""
-    optimizer = Idle(gradients)
-    scaler = gradscale.GradScaler()
-    scaler.scale(like)
-    return Call(lambda: scaler.diagnose(optimizer))
-
-
-def _kinds(quick: bool):
-    """Return gradients of normal numbers, with zeros among them, and with inf and NaN."""
-    rng = np.random.default_rng(0)
-    size = _SIZE >> 2 if quick else _SIZE
-    normal = [rng.standard_normal(size, np.float32) for _ in range(_COUNT)]
-    zeros = [gradient.copy() for gradient in normal]
-    overflown = [gradient.copy() for gradient in normal]
-    for half_zero, bad in zip(zeros, overflown, strict=True):
-        half_zero[rng.random(size) < 0.5] = 0
-        bad[::1000], bad[1::2000] = np.inf, np.nan
-    return {"normal": normal, "half of them 0": zeros, "some inf and NaN": overflown}
-
-
 def _rows(quick: bool, convert: Callable[[Any], Any], like, read: Callable[[Any], object]) -> list[Row]:
     """Return rows for gradients that are made of NumPy's, of a library that reads one by ``read``."""
-    rows = []
-    for kind, arrays in _kinds(quick).items():
-        gradients = [convert(array) for array in arrays]
-        calls = {
-            "diagnose": _diagnosis(gradients, like),
-            "read": Call(partial(lambda those: [read(gradient) for gradient in those], gradients)),
+    rng, rows = np.random.default_rng(0), []
+    size = _SIZE >> 2 if quick else _SIZE
+    for kind in ("normal", "half of them 0", "some inf and NaN"):
+        arrays = [rng.standard_normal(size, np.float32) for _ in range(_COUNT)]
+        for array in arrays:
+            if kind == "half of them 0":
+                array[rng.random(size) < 0.5] = 0
+            elif kind != "normal":
+                array[::1000], array[1::2000] = np.inf, np.nan
+        gradients, scaler = [convert(array) for array in arrays], gradscale.GradScaler()
+        scaler.scale(like)
+        calls: Calls = {
+            "diagnose": partial(scaler.diagnose, Idle(gradients)),
+            "peer": partial(lambda x: [*map(read, x)], gradients),
         }
-        times = interleaved(calls, 7 if quick else 21)
         library = type(like).__module__.partition(".")[0]
-        case = f"diagnose, {_COUNT} float32 arrays of {library} of {arrays[0].size >> 10} Ki, {kind} / one read"
-        rows.append(Row(case, times["diagnose"], times["read"], "s", _READS))
+        case = f"{{}}, {_COUNT} float32 arrays of {library} of {size >> 10} Ki, {kind} / one read"
+        rows += compared(case, calls, 7 if quick else 21, _READS)
     return rows
 
 

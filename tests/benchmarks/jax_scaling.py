@@ -5,29 +5,20 @@ takes to hand out their pages is most of it, and is everyone's: the rows against
 """
 
 import importlib
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import gradscale
-from benchmarks.measure import Call, Row, interleaved
+from benchmarks.measure import Row, interleaved
 
 
 def _gradients(quick: bool):
-    """Return two float32 arrays, finite and not small."""
+    """Return two float32 arrays, finite and not small, and what is said of them."""
     import jax
     import numpy as np
 
-    rng = np.random.default_rng(0)
-    return [jax.numpy.asarray(rng.standard_normal((8 if quick else 16) << 20, np.float32)) for _ in range(2)]
-
-
-def _jmp():
-    # By name, for it has no types and need not be installed.
-    return importlib.import_module("jmp")
-
-
-def _size(gradients: list[Any]) -> str:
-    return f"{len(gradients)} x {gradients[0].size >> 20} Mi float32"
+    rng, size = np.random.default_rng(0), 8 if quick else 16
+    return [jax.numpy.asarray(rng.standard_normal(size << 20, np.float32)) for _ in range(2)], f"2 x {size} Mi float32"
 
 
 def _unscalers():
@@ -38,7 +29,8 @@ def _unscalers():
 
     import gradscale_jax
 
-    jmp = _jmp()
+    # By name, for it has no types.
+    jmp = importlib.import_module("jmp")
 
     def ours(gradients: list[Any], scale):
         trackers = [jnp.zeros((), jnp.int32) for _ in gradscale.ScaleState._fields[1:]]
@@ -64,43 +56,51 @@ def _unscalers():
     return {"ours": ours, "flax": flax, "jmp": their_jmp, "multiplication": multiplication}
 
 
+def _compiled(function: Callable[..., Any], *given: Any) -> Callable[[], object]:
+    """Return a call of a compiled function, which waits for the answer."""
+    import jax
+
+    compiled = jax.jit(function)
+    return lambda: jax.block_until_ready(compiled(*given))
+
+
+# What is compared with what, and the target.
+_LINES = (
+    ("new arrays / flax's", "ours", "flax", 0.85),
+    ("new arrays / jmp's", "ours", "jmp", 0.85),
+    ("new arrays / a bare multiplication", "ours", "multiplication", 1.1),
+    ("donated / flax's donated", "ours, donated", "flax, donated", 0.4),
+    ("donated / flax's into new arrays", "ours, donated", "flax", 0.4),
+    ("donated / jmp's donated", "ours, donated", "jmp, donated", 0.4),
+    ("donated / jmp's into new arrays", "ours, donated", "jmp", 0.4),
+    ("donated / a bare multiplication, donated", "ours, donated", "multiplication, donated", None),
+)
+
+
 def unscaling(quick: bool) -> list[Row]:
     """Unscale and judge under jit: into new arrays, and over donated ones."""
     import jax
     import jax.numpy as jnp
 
-    gradients = _gradients(quick)
+    gradients, size = _gradients(quick)
     # Donated gradients are unscaled again and again.
     scale = jnp.ones((), jnp.float32)
 
-    def into_new_arrays(compiled) -> Call:
-        return Call(lambda: jax.block_until_ready(compiled(gradients, scale)))
-
-    def over_donated_ones(compiled) -> Call:
+    def over_donated_ones(compiled):
         held = [jax.tree.map(jnp.copy, gradients)]
 
         def run():
             held[:] = [jax.block_until_ready(compiled(held.pop(), scale))[0]]
 
-        return Call(run)
+        return run
 
-    calls = {}
+    calls: dict[str, Any] = {}
     for name, function in _unscalers().items():
-        calls[name] = into_new_arrays(jax.jit(function))
+        calls[name] = _compiled(function, gradients, scale)
         calls[f"{name}, donated"] = over_donated_ones(jax.jit(function, donate_argnums=0))
     times = interleaved(calls, 9 if quick else 25)
-    case = f"jax unscale and verdict, {_size(gradients)}, {{}}"
-    lines = (
-        ("new arrays / flax's", "ours", "flax", 0.85),
-        ("new arrays / jmp's", "ours", "jmp", 0.85),
-        ("new arrays / a bare multiplication", "ours", "multiplication", 1.1),
-        ("donated / flax's donated", "ours, donated", "flax, donated", 0.4),
-        ("donated / flax's into new arrays", "ours, donated", "flax", 0.4),
-        ("donated / jmp's donated", "ours, donated", "jmp, donated", 0.4),
-        ("donated / jmp's into new arrays", "ours, donated", "jmp", 0.4),
-        ("donated / a bare multiplication, donated", "ours, donated", "multiplication, donated", None),
-    )
-    return [Row(case.format(line), times[mine], times[other], "s", target) for line, mine, other, target in lines]
+    case = f"jax unscale and verdict, {size}, {{}}"
+    return [Row(case.format(line), times[mine], times[other], "s", target) for line, mine, other, target in _LINES]
 
 
 def verdict(quick: bool) -> list[Row]:
@@ -110,9 +110,7 @@ def verdict(quick: bool) -> list[Row]:
 
     from gradscale_jax.arrays import count_nonfinite
 
-    jmp = _jmp()
-
-    gradients = _gradients(quick)
+    gradients, size = _gradients(quick)
 
     def flax(gradients: list[Any]):
         # As in its value_and_grad, where nothing can be had alone.
@@ -121,14 +119,10 @@ def verdict(quick: bool) -> list[Row]:
             finite &= jnp.all(jax.lax.is_finite(gradient))
         return finite
 
-    functions = {"ours": count_nonfinite, "jmp": jmp.all_finite, "flax": flax}
-    compiled = {name: jax.jit(function) for name, function in functions.items()}
-    calls = {
-        name: Call(partial(lambda function: jax.block_until_ready(function(gradients)), function))
-        for name, function in compiled.items()
-    }
+    functions = {"ours": count_nonfinite, "jmp": importlib.import_module("jmp").all_finite, "flax": flax}
+    calls = {name: _compiled(function, gradients) for name, function in functions.items()}
     times = interleaved(calls, 21 if quick else 61)
-    case = f"jax verdict alone, {_size(gradients)} / {{}}'s all(isfinite)"
+    case = f"jax verdict alone, {size} / {{}}'s all(isfinite)"
     return [Row(case.format(peer), times["ours"], times[peer], "s", 0.4) for peer in ("flax", "jmp")]
 
 

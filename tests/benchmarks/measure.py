@@ -10,17 +10,13 @@ from typing import Any
 # A scale at which gradients do not shrink from round to round.
 STEADY: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
 
+Run = Callable[[], object]
+Calls = Mapping[str, Run | tuple[Run, Run]]
+"""By name what is timed, or that and what then has to be done, off the clock, before it can be called again."""
+
 
 class NotOnThisMachineError(Exception):
     """A case needs what this machine lacks, such as a device; the text says what, and what to do."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """What is timed, and what then has to be done, off the clock, before it can be called again."""
-
-    run: Callable[[], object]
-    reset: Callable[[], object] | None = None
 
 
 class Idle:
@@ -66,16 +62,14 @@ class Row:
         return self.target is None or self.ratio <= self.target
 
 
-def by_the_clock(run: Callable[[], object]) -> float:
+def by_the_clock(run: Run) -> float:
     """Return the seconds that a call takes the host."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
-def interleaved(
-    calls: Mapping[str, Call], rounds: int, timed: Callable[[Callable[[], object]], float] = by_the_clock
-) -> dict[str, float]:
+def interleaved(calls: Calls, rounds: int, timed: Callable[[Run], float] = by_the_clock) -> dict[str, float]:
     """Time every call once in each round, after one round to warm up, and return the median seconds of each.
 
     Parameters
@@ -90,10 +84,30 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            times[name].append(timed(call.run))
-            if call.reset is not None:
-                call.reset()
+            run, *resets = call if isinstance(call, tuple) else (call,)
+            times[name].append(timed(run))
+            for reset in resets:
+                reset()
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+
+def compared(
+    case: str, calls: Calls, rounds: int, targets: Mapping[str, float | None] | float | None, **options: Any
+) -> list[Row]:
+    """Time calls in turn, and return a row for each that has a target, against the one called ``peer``.
+
+    Parameters
+    ----------
+    case : str
+        What is measured, with ``{}`` where the name goes.
+    calls, rounds, options
+        As for :func:`interleaved`.
+    targets : mapping or float
+        By name, or the one of all.
+    """
+    times = interleaved(calls, rounds, **options)
+    by_name = targets if isinstance(targets, Mapping) else {name: targets for name in calls if name != "peer"}
+    return [Row(case.format(name), times[name], times["peer"], "s", target) for name, target in by_name.items()]
 
 
 def readable(value: float, unit: str) -> str:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from benchmarks.measure import STEADY, Call, Row, by_the_clock, interleaved
+from benchmarks.measure import STEADY, Row, by_the_clock, compared, interleaved
 
 _SMALL = (300, 10)
 _LARGE = (30, 1 << 20)
@@ -32,7 +32,7 @@ def _scalers(torch, ours: str = "GradScaler", theirs: Any = None):
     import gradscale_torch
 
     torch.set_num_threads(1)
-    kinds = {"ours": getattr(gradscale_torch, ours), "torch": theirs or torch.amp.GradScaler}
+    kinds = {"ours": getattr(gradscale_torch, ours), "peer": theirs or torch.amp.GradScaler}
     scalers = {name: kind("cpu", **STEADY) for name, kind in kinds.items()}
     for scaler in scalers.values():
         scaler.scale(torch.ones(()))
@@ -45,13 +45,12 @@ def unscaling(quick: bool) -> list[Row]:
 
     rows = []
     for (count, size), rounds, target in ((_SMALL, 1001, 0.6), (_LARGE, 41, 1.02)):
-        calls = {}
-        for name, scaler in _scalers(torch).items():
-            optimizer = _optimizer(torch, [(count, size)])
-            calls[name] = Call(partial(scaler.unscale_, optimizer), scaler.update)
-        times = interleaved(calls, rounds // (5 if quick else 1))
-        case = f"torch unscale_, {count} float32 gradients of {_readable(size)} / torch's"
-        rows.append(Row(case, times["ours"], times["torch"], "s", target))
+        calls = {
+            name: (partial(scaler.unscale_, _optimizer(torch, [(count, size)])), scaler.update)
+            for name, scaler in _scalers(torch).items()
+        }
+        case = f"torch unscale_, {count} float32 gradients of {_readable(size)}, {{}} / torch's"
+        rows += compared(case, calls, rounds // (5 if quick else 1), target)
     return rows
 
 
@@ -61,9 +60,6 @@ def without_kernel(quick: bool) -> list[Row]:
 
     import gradscale
     import gradscale_torch
-
-    def refuse(*_: object):
-        raise NotImplementedError
 
     torch.set_num_threads(1)
     count, size = _SMALL
@@ -79,15 +75,14 @@ def without_kernel(quick: bool) -> list[Row]:
             gradient.copy_(gradient.float() * one)
             flag.copy_(torch.where(torch.isfinite(gradient.float()).all(), flag, torch.ones_like(flag)))
 
-    calls = {"peer": Call(one_by_one)}
-    for scale in (1.0, 1.0 + 2.0**-23):
+    calls: dict[str, Any] = {"peer": one_by_one}
+    for name, scale in (("scale 1", 1.0), ("scale above 1", 1.0 + 2.0**-23)):
         scaler = gradscale_torch.GradScaler("cpu", policy=gradscale.StaticScale(scale))
         scaler.scale(torch.ones(()))
-        calls[f"scale {'1' if scale == 1.0 else 'above 1'}"] = Call(partial(scaler.unscale_, optimizer), scaler.update)
-    with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", refuse):
-        times = interleaved(calls, 50 if quick else 201)
+        calls[name] = partial(scaler.unscale_, optimizer), scaler.update
     case = f"torch unscale_, {count} bfloat16 gradients of {_readable(size)} without a kernel, {{}} / one by one"
-    return [Row(case.format(name), taken, times["peer"], "s", 0.5) for name, taken in times.items() if name != "peer"]
+    with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", side_effect=NotImplementedError):
+        return compared(case, calls, 50 if quick else 201, 0.5)
 
 
 def clipping(quick: bool) -> list[Row]:
@@ -97,30 +92,29 @@ def clipping(quick: bool) -> list[Row]:
     rows = []
     # Of large ones, one read and one read and write take 0.65 of what torch does.
     for shapes, rounds, target in (([_SMALL], 501, 0.6), ([_SMALL, _LARGE], 41, 0.7)):
-        scalers = _scalers(torch)
-        mine, other = _optimizer(torch, shapes), _optimizer(torch, shapes)
-        parameters = other.param_groups[0]["params"]
-        # Gradients are put back off the clock, so that each round clips.
-        saved = [parameter.grad.clone() for parameter in parameters]
+        calls: dict[str, Any] = {}
+        for name, scaler in _scalers(torch).items():
+            optimizer = _optimizer(torch, shapes)
+            parameters = optimizer.param_groups[0]["params"]
 
-        def unscale_and_clip(scaler=scalers["torch"], optimizer=other, of=parameters):
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(of, 1.0)
+            def clip(name=name, scaler=scaler, optimizer=optimizer, parameters=parameters):
+                if name == "ours":
+                    scaler.unscale_(optimizer, max_norm=1.0)
+                else:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
 
-        def restore(optimizer, scaler, values=saved):
-            torch._foreach_copy_([parameter.grad for parameter in optimizer.param_groups[0]["params"]], values)
-            scaler.update()
+            # Gradients are put back off the clock, so that each round clips.
+            saved = [parameter.grad.clone() for parameter in parameters]
 
-        calls = {
-            "ours": Call(
-                partial(scalers["ours"].unscale_, mine, max_norm=1.0), partial(restore, mine, scalers["ours"])
-            ),
-            "torch": Call(unscale_and_clip, partial(restore, other, scalers["torch"])),
-        }
-        times = interleaved(calls, rounds // (5 if quick else 1))
+            def restore(scaler=scaler, parameters=parameters, saved=saved):
+                torch._foreach_copy_([parameter.grad for parameter in parameters], saved)
+                scaler.update()
+
+            calls[name] = clip, restore
         what = " and ".join(f"{count} of {_readable(size)}" for count, size in shapes)
-        case = f"torch unscale_(max_norm=), {what} / unscale_, clip_grad_norm_"
-        rows.append(Row(case, times["ours"], times["torch"], "s", target))
+        case = f"torch unscale_(max_norm=), {what}, {{}} / unscale_, clip_grad_norm_"
+        rows += compared(case, calls, rounds // (5 if quick else 1), target)
     return rows
 
 
@@ -135,7 +129,7 @@ def sharded(quick: bool) -> list[Row]:
             times = pool.starmap_async(_time_rank, tasks, chunksize=1).get(_WORKER_LIMIT)
         slowest = {name: max(taken[name] for taken in times) for name in times[0]}
         case = f"torch ShardedGradScaler iteration, {ranks} ranks gloo, 2 optimizers / torch's"
-        rows.append(Row(case, slowest["ours"], slowest["torch"], "s", target))
+        rows.append(Row(case, slowest["ours"], slowest["peer"], "s", target))
     return rows
 
 
@@ -160,7 +154,7 @@ def _time_rank(folder: str, rounds: int, ranks: int, rank: int) -> dict[str, flo
         dist.barrier()
         return by_the_clock(run)
 
-    times = interleaved({name: Call(partial(iterate, scaler)) for name, scaler in scalers.items()}, rounds, timed)
+    times = interleaved({name: partial(iterate, scaler) for name, scaler in scalers.items()}, rounds, timed)
     dist.destroy_process_group()
     return times
 
