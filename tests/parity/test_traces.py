@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import Library, opened
+from libraries import Library
 
 from gradscale import DynamicScale, presets
 from gradscale.core.validation import SMALLEST_NORMAL
@@ -138,16 +138,6 @@ def test_the_scale_is_the_originals_after_each_step(arrays: Library, name: str):
 
 PLAIN: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 4}
 OWN_CLASS = [name for name in VARIANTS if name.startswith(("chainer", "guided"))]
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("name", ["chainer", "guided", "megatron.DynamicGradScaler(h=2)"])
-def test_the_scale_is_the_originals_in_a_lazy_library(name: str):
-    """Dask takes milliseconds for an operation: some variants, and the beginning of a sequence."""
-    variant = next(variant for variant in VARIANTS if variant.startswith(name))
-    with opened("dask") as arrays:
-        expected = nearest(RECORDED[variant]["mixed"][:9])
-        assert trace(arrays, preset(variant), SEQUENCES["mixed"][:9]) == expected
 
 
 @pytest.mark.parametrize("name", VARIANTS)
