@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +137,7 @@ def _writable_broadcast() -> Array:
 
 
 REFUSED: dict[str, tuple[Callable[[], Array], str]] = {
+    "empty": (lambda: np.broadcast_to(np.float32(1), (0, 3)), "read-only"),
     "read-only": (_readonly, r"gradient 1, shape \(2, 3\), float32, is read-only .* assign a copy \(grad\.copy\(\)\)"),
     "broadcast": (lambda: np.broadcast_to(np.float16(1), (3,)), "gradient 1, .* is read-only"),
     "no stride": (_writable_broadcast, r"gradient 1, shape \(4, 3\), strides \(0, 4\), overlaps itself"),
@@ -168,16 +168,49 @@ def test_what_cannot_be_overwritten_is_refused_and_nothing_is_modified(backend: 
     got, count = backend.unscale([first, wrong, last], state_of())
     np.testing.assert_array_equal(got[1], before / 8)
     assert int(count) == 0
-
-
-def test_an_empty_array_overlaps_nothing_and_is_refused_where_it_is_read_only(backend: NumpyBackend):
+    # What is empty overlaps nothing.
     empty = as_strided(np.ones(3, np.float32), (4, 0), (0, 0))
     assert overwrite(backend, [empty])[0][0] is empty
-    with pytest.raises(InvalidValueError, match="read-only"):
-        overwrite(backend, [np.broadcast_to(np.float32(1), (0, 3))])
 
 
 # Its other methods, and which kernel it takes.
+
+
+BROKEN = "import types; sys.modules['numba'] = types.ModuleType('numba'); sys.modules['numba'].__spec__ = sys.__spec__"
+
+
+@pytest.mark.parametrize(
+    ("before", "fast", "kernel"),
+    [
+        ("sys.modules['numba'] = None", (None,), "kernels"),
+        # As it fails beside a NumPy that is too new for it.
+        (BROKEN, (None,), "kernels"),
+        ("os.environ['NUMBA_DISABLE_JIT'] = '1'", (None, True), "kernels"),
+        ("os.environ['GRADSCALE_NUMPY_FAST'] = '0'", (None, False), "kernels"),
+        ("os.environ['GRADSCALE_NUMPY_FAST'] = '1'", (None, True), "fast"),
+    ],
+    ids=["without numba", "with a broken one", "where it compiles nothing", "forbidden", "allowed"],
+)
+def test_the_kernel_is_chosen_also_by_what_was_pickled(before: str, fast: tuple[bool | None, ...], kernel: str):
+    if True in fast:
+        require("fast")
+    code = f"""
+import os, pickle, sys
+{before}
+import numpy as np, gradscale
+from gradscale_numpy import NumpyBackend
+state = gradscale.DynamicScale(init_scale=8.0).init(np.zeros(()))
+for fast in {fast}:
+    backend = NumpyBackend(fast=fast)
+    for _ in range(2):
+        [got], count = backend.unscale([np.float32([8.0])], state)
+        backend.summarize([got])
+        print(got.tolist(), int(count), backend._unscale_all.__module__)
+        backend = pickle.loads(pickle.dumps(backend))
+        os.environ["GRADSCALE_NUMPY_FAST"] = os.environ.get("GRADSCALE_NUMPY_FAST", "1") if fast is None else "0"
+"""
+    completed = python("-c", code)
+    assert completed.stdout.split() == ["[1.0]", "0", f"gradscale_numpy.{kernel}"] * len(fast) * 2, completed.stderr
 
 
 def test_arrays_of_any_strides_are_multiplied_in_place(backend: NumpyBackend):
@@ -186,52 +219,6 @@ def test_arrays_of_any_strides_are_multiplied_in_place(backend: NumpyBackend):
     assert backend.multiply_in_place(arrays, np.float32(0.5)) is arrays
     assert whole.tolist() == [[4.0, 4.0], [4.0, 8.0]] * 20
     assert (arrays[-1] == 4.0).all()
-
-
-def test_a_backend_can_be_pickled(backend: NumpyBackend):
-    backend.unscale([np.ones(1, np.float32)], state_of())
-    copied = pickle.loads(pickle.dumps(backend))
-    assert copied._fast == backend._fast
-    assert int(copied.unscale([np.full(1, np.inf, np.float32)], state_of())[1]) == 1
-
-
-@pytest.mark.parametrize(("value", "expected"), [("0", "gradscale_numpy.kernels"), ("1", "gradscale_numpy.fast")])
-def test_the_environment_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch, value: str, expected: str):
-    require("fast")
-    monkeypatch.setenv("GRADSCALE_NUMPY_FAST", value)
-    assert NumpyBackend()._unscale_all.__module__ == expected
-
-
-@pytest.mark.parametrize(
-    ("before", "fast"),
-    [
-        ("import sys; sys.modules['numba'] = None", (None,)),
-        # As it fails beside a NumPy that is too new for it.
-        (
-            "import sys, types; sys.modules['numba'] = types.ModuleType('numba'); "
-            "sys.modules['numba'].__spec__ = sys.__spec__",
-            (None,),
-        ),
-        ("import os; os.environ['NUMBA_DISABLE_JIT'] = '1'", (None, True)),
-    ],
-    ids=["without numba", "with a broken one", "where it compiles nothing"],
-)
-def test_the_kernels_of_numpy_serve(before: str, fast: tuple[bool | None, ...]):
-    if True in fast:
-        require("fast")
-    code = f"""
-{before}
-import numpy as np, gradscale
-from gradscale_numpy import NumpyBackend
-state = gradscale.DynamicScale(init_scale=8.0).init(np.zeros(()))
-for fast in {fast}:
-    backend = NumpyBackend(fast=fast)
-    [got], count = backend.unscale([np.float32([8.0])], state)
-    backend.summarize([got])
-    print(got.tolist(), int(count), backend._unscale_all.__module__)
-"""
-    completed = python("-c", code)
-    assert completed.stdout.split() == ["[1.0]", "0", "gradscale_numpy.kernels"] * len(fast), completed.stderr
 
 
 class Unit(np.ndarray[Any, Any]):

@@ -82,23 +82,6 @@ def assert_same(actual: Array, expected: Array):
     np.testing.assert_array_equal(actual[~nan].view(words), expected[~nan].view(words))
 
 
-def random_array(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> Array:
-    """Return finite numbers of every size that the type holds, with both zeros among them."""
-    rng = np.random.default_rng(seed)
-    if dtype.kind == "c":
-        array = np.empty(shape, dtype)
-        array.real = random_array(array.real.dtype, shape, seed)
-        array.imag = random_array(array.real.dtype, shape, seed + 1)
-        return array
-    with np.errstate(all="ignore"):
-        exponents = {1: 8, 2: 24, 4: 120}.get(dtype.itemsize, 500)
-        array = np.ldexp(rng.standard_normal(shape), rng.integers(-exponents, exponents, shape)).astype(dtype)
-    array[~isfinite(array)] = 1
-    array.ravel()[::7] = 0
-    array.ravel()[3::7] = -array.ravel()[::7][: array.ravel()[3::7].size]
-    return array
-
-
 def contiguous(array: Array) -> Array:
     """Return the array as it is."""
     return array
