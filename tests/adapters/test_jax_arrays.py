@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import ml_dtypes
@@ -35,65 +36,35 @@ def test_the_adapter_gives_the_pure_cores_bits(name: str):
         gradscale.testing.check_backend(BACKEND, jnp.zeros(()), dtypes=[jnp.dtype(name)])
 
 
-def test_arrays_and_traced_values_are_served_by_the_adapter():
-    seen = []
-
-    def look(x):
-        seen.append(registry.backend_for(x))
-        return x
-
-    for transform in (lambda f: f, jax.jit, jax.vmap, jax.grad):
-        transform(look)(jnp.ones((3,)) if transform is jax.vmap else 1.0 * jnp.ones(()))
-    assert seen == [BACKEND] * 4
-    assert registry.get("jaxlib") is BACKEND
-
-
-def alternating(size: int, dtype):
-    """Return finite numbers, nothing that a sum of them could hold."""
-    numbers = np.full(size, jnp.finfo(dtype).max, jnp.dtype(dtype))
-    numbers[::2] = -numbers[::2]
-    return numbers
-
-
-# XLA's own maximum drops a NaN of large arrays.
+# XLA's own maximum drops a NaN of large arrays, and that over devices does, too.
 @pytest.mark.parametrize("size", [1, 7, 1000, 1 << 20, pytest.param(16 << 20, marks=pytest.mark.tier("ranks"))])
+@pytest.mark.parametrize("kind", ["alone", *later("ranks", "Auto", "Explicit")])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_bad_value_is_found_wherever_it_is(dtype: str, size: int):
-    state = DynamicScale(init_scale=1.0).init(jnp.zeros(()))
-    judge = jax.jit(lambda x: gradscale.unscale([x], state)[1])
-    numbers = alternating(size, dtype)
-    assert int(judge(numbers)) == 0
-    for position in {0, size // 3, size // 2, size - 1}:
+def test_a_bad_value_is_found_wherever_it_is(dtype: str, kind: str, size: int):
+    # Finite numbers, nothing that a sum of them could hold.
+    numbers = np.full(size * (1 if kind == "alone" else COUNT), jnp.finfo(dtype).max, jnp.dtype(dtype))
+    numbers[::2] = -numbers[::2]
+    place = jnp.asarray if kind == "alone" else functools.partial(on_mesh, kind=kind)
+    spread = place if kind == "alone" else lambda x: on_mesh(x, "data", kind=kind)
+    clean = place(np.ones(COUNT, dtype))
+    state = DynamicScale(init_scale=2.0).init(clean)
+    judge = jax.jit(gradscale.unscale)
+    assert int(judge([spread(numbers), clean], state)[1]) == 0
+    starts = range(0, len(numbers), size)
+    for position in {start + offset for start in starts for offset in (0, size // 3, size // 2, size - 1)}:
         for bad in (math.nan, math.inf, -math.inf):
             spoilt = numbers.copy()
             spoilt[position] = bad
-            assert int(judge(spoilt)) == 1, (position, bad)
-
-
-# Its maximum over devices drops them, too.
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_bad_value_on_each_device_of_a_mesh_is_found(dtype: str, kind: str):
-    share = 1 << 18
-    clean = on_mesh(np.ones(COUNT, dtype), "data", kind=kind)
-    numbers = alternating(share * COUNT, dtype)
-    for device in range(COUNT):
-        for offset, bad in ((0, math.nan), (share // 3, math.inf), (share - 1, math.nan)):
-            spoilt = numbers.copy()
-            spoilt[device * share + offset] = bad
-            spread = on_mesh(spoilt, "data", kind=kind)
-            assert len(spread.sharding.device_set) == COUNT
-            state = DynamicScale(init_scale=2.0).init(spread)
-            for unscale in (gradscale.unscale, jax.jit(gradscale.unscale)):
-                unscaled, nonfinite = unscale([spread, clean], state)
-                assert int(nonfinite) == 1, (device, offset, bad)
-                assert unscaled[0].sharding.is_equivalent_to(spread.sharding, 1)
+            given = spread(spoilt)
+            unscaled, nonfinite = judge([given, clean], state)
+            assert int(nonfinite) == 1, (position, bad)
+            assert unscaled[0].sharding.is_equivalent_to(given.sharding, 1)
+            if size <= 1000:
                 assert bits(unscaled[0]) == bits(spoilt / spoilt.dtype.type(2.0))
 
 
 def test_a_state_is_made_where_it_can_meet_the_array():
-    spread, last = on_mesh(jnp.ones(COUNT), "data"), jax.device_put(jnp.ones(3), jax.devices()[-1])
+    spread, last = on_mesh(jnp.ones(COUNT), "data"), jax.device_put(jnp.ones(3).at[1].set(math.nan), jax.devices()[-1])
     free = DynamicScale().init(jnp.ones(()))
     assert not any(field.committed for field in free)
     for like in (spread, last):
@@ -101,7 +72,7 @@ def test_a_state_is_made_where_it_can_meet_the_array():
         assert all(field.committed and field.devices() == like.devices() for field in state)
         assert all(field.is_fully_replicated for field in state)
         # Nothing is refused for being elsewhere: states, gradients and counts of any placement.
-        for grads in ([spread], [last], [jnp.ones(2)], [spread, last, jnp.ones(2)]):
+        for grads in ([spread], [last], [jnp.ones(2)], [spread, last, jnp.full(2, math.inf)]):
             for used in (free, state):
                 unscaled, nonfinite = gradscale.unscale(grads, used)
                 scaled = gradscale.scale(grads, used)
@@ -113,43 +84,29 @@ def test_a_state_is_made_where_it_can_meet_the_array():
                 for grad, array in zip(grads, selected, strict=True):
                     assert array.devices() == grad.devices() or not grad.committed
                 new = DynamicScale().update(used, nonfinite=nonfinite)
-                assert int(gradscale.unscale(grads, new)[1]) == 0
+                bad = sum(not np.isfinite(grad).all() for grad in grads)
+                assert int(gradscale.unscale(grads, new)[1]) == int(nonfinite) == bad
 
 
-def test_gradients_on_several_devices_are_counted_together():
-    grads = [jax.device_put(jnp.asarray([1.0, math.nan]), device) for device in jax.devices()]
-    for like in (jnp.zeros(()), grads[2]):
-        _, nonfinite = gradscale.unscale([*grads, jnp.ones(2)], DynamicScale().init(like))
-        assert int(nonfinite) == COUNT
-
-
-LARGE = [2.0**125, 2.0**126, 1e38, 3.3e38, 9e37]
-
-
-@pytest.mark.tier("quick")
-@pytest.mark.parametrize("scale", [2.0**127, *later("ranks", 2.0**-126, 1e-37, 3.0, 2.0**16, *LARGE)])
-@pytest.mark.parametrize("count", [1, *later("ranks", 2, 5)])
-@pytest.mark.parametrize("how", ["closed-over", "pure core", *later("ranks", "eager", "jit")])
-def test_no_scale_makes_gradients_vanish(scale: float, count: int, how: str):
+@pytest.mark.parametrize("scale", [2.0**127, *later("ranks", 2.0**-126, 1e-37, 3.0, 2.0**16, 2.0**126, 1e38, 3.3e38)])
+def test_no_scale_makes_gradients_vanish(scale: float):
     state = gradscale.StaticScale(scale).init(jnp.zeros(()))
     stored = float(state.scale)
     # Numbers that are normal before and after the division.
     values = np.asarray([1.0, -1.5, 1.25, 1.9], dtype=np.float64) * min(stored, 2.0**126)
-    run = {
-        "eager": lambda grads: gradscale.unscale(grads, state),
-        "jit": lambda grads: jax.jit(gradscale.unscale)(grads, state),
-        "closed-over": jax.jit(lambda grads: gradscale.unscale(grads, state)),
-        "pure core": lambda grads: jax.jit(Backend().unscale)(grads, state),
-    }[how]
-    for dtype in (np.float32, np.complex64):
-        grads = [jnp.asarray(values.astype(dtype)) for _ in range(count)]
+    grads = [jnp.asarray(values.astype(dtype)) for dtype in (np.float32, np.complex64)]
+    expected = values.astype(np.float32).astype(np.float64) / stored
+    for run in (
+        lambda grads: gradscale.unscale(grads, state),
+        jax.jit(lambda grads: gradscale.unscale(grads, state)),
+        lambda grads: jax.jit(gradscale.unscale)(grads, state),
+        lambda grads: jax.jit(Backend().unscale)(grads, state),
+    ):
         unscaled, nonfinite = run(grads)
         assert int(nonfinite) == 0
-        for got, grad in zip(unscaled, grads, strict=True):
-            expected = np.asarray(grad).real.astype(np.float64) / stored
+        for got in unscaled:
             np.testing.assert_allclose(np.asarray(got).real, expected, rtol=2e-7)
-            if np.frexp(stored)[0] == 0.5:
-                assert np.asarray(got).real.tolist() == expected.tolist()
+            assert np.frexp(stored)[0] != 0.5 or np.asarray(got).real.tolist() == expected.tolist()
 
 
 def test_a_scaler_outside_jit_follows_every_change_of_the_scale():

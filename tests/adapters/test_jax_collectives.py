@@ -12,7 +12,6 @@ from gradscale import (
     CallOrderError,
     DynamicScale,
     InvalidTypeError,
-    InvalidValueError,
     SkipSpikes,
     StaticScale,
 )
@@ -50,51 +49,53 @@ def test_the_maximum_is_of_all_ranks_and_exact(axis_name: tuple[str, str]):
     assert (sorted(ranks.tolist()), sizes.tolist()) == (list(range(COUNT)), [COUNT] * COUNT)
 
 
-def test_what_is_no_vector_of_int32_is_refused():
-    def reduce(row):
-        return gradscale_jax.AxisCollectives("data").start_max(row)()
-
-    for wrong in (jnp.zeros((COUNT, 2)), jnp.zeros((COUNT, 2, 2), dtype=jnp.int32), jnp.zeros(COUNT, dtype=jnp.int32)):
-        with pytest.raises(InvalidValueError, match="only 1-d int32"):
-            on_devices(reduce, wrong)
+def agree(count=0, **options):
+    count = jnp.int32(count) if isinstance(count, int) else count
+    return gradscale_jax.agree(count, POLICY.init(jnp.zeros(())), POLICY, **options)
 
 
-@pytest.mark.tier("quick")
-@pytest.mark.parametrize("axis_name", [(), None, ["data", []], {}], ids=repr)
-def test_what_names_no_axis_is_refused(axis_name):
-    with pytest.raises(InvalidTypeError, match="axis_name must be the name of a mapped axis"):
-        gradscale_jax.AxisCollectives(axis_name)
-
-
-def test_an_axis_that_is_not_mapped_is_refused():
-    run = gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY, axis_name=("data", "model"))
-    for call in (
-        lambda: gradscale_jax.AxisCollectives("data"),
-        jax.jit(lambda: gradscale_jax.AxisCollectives("data")),
-        lambda: jax.jit(run)(POLICY.init(jnp.zeros(())), jnp.ones(2)),
-    ):
-        with pytest.raises(CallOrderError, match=r"'data'.* is not bound here .* jax\.shard_map"):
-            call()
-    with pytest.raises(CallOrderError, match="'other' is not bound here"):
-        on_devices(lambda _: gradscale_jax.AxisCollectives("other").size, np.zeros((COUNT, 1)))
-
-
-@pytest.mark.tier("quick")
-@pytest.mark.parametrize("count", [np.float32(0.25), jnp.zeros(2, jnp.int32), jnp.asarray(True), 0], ids=repr)
-def test_a_count_that_is_not_one_int32_is_refused(count):
+RUN = gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY, axis_name=("data", "model"))
+UNBOUND = (CallOrderError, r"'data'.* is not bound here .* jax\.shard_map")
+REFUSED = [
+    *(
+        (
+            lambda names=names: gradscale_jax.AxisCollectives(names),
+            InvalidTypeError,
+            "must be the name of a mapped axis",
+        )
+        for names in ((), None, ["data", []], {})
+    ),
     # A mean over ranks, such as by lax.pmean, would be cut to 0.
-    with pytest.raises(InvalidTypeError, match="nonfinite must be a 0-d int32 array, such as unscale returns, got"):
-        gradscale_jax.agree(count, POLICY.init(jnp.zeros(())), POLICY)
+    *(
+        (lambda count=count: agree(count), InvalidTypeError, "nonfinite must be a 0-d int32 array, such as unscale ")
+        for count in (np.float32(0.25), jnp.zeros(2, jnp.int32), jnp.asarray(True), np.int64(0))
+    ),
+    *(
+        (
+            lambda spike=spike: agree(spike=spike),
+            InvalidTypeError,
+            r"spike must be a 0-d bool, .*: .* jnp\.any\(spike\)",
+        )
+        for spike in (np.zeros(2, bool), jnp.zeros((1, 1), bool), [True], "yes")
+    ),
+    (lambda: gradscale_jax.AxisCollectives("data"), *UNBOUND),
+    (jax.jit(lambda: gradscale_jax.AxisCollectives("data")), *UNBOUND),
+    (lambda: jax.jit(RUN)(POLICY.init(jnp.zeros(())), jnp.ones(2)), *UNBOUND),
+    (
+        lambda: on_devices(lambda _: gradscale_jax.AxisCollectives("other").size, np.zeros((COUNT, 1))),
+        CallOrderError,
+        "'other' is not bound here",
+    ),
+]
 
 
 @pytest.mark.tier("quick")
-@pytest.mark.parametrize("spike", [np.zeros(2, bool), jnp.zeros((1, 1), bool), [True], "yes"], ids=repr)
-def test_a_spike_that_is_not_one_value_is_refused(spike):
-    state = POLICY.init(jnp.zeros(()))
-    with pytest.raises(InvalidTypeError, match=r"spike must be a 0-d bool, .*: .* jnp\.any\(spike\)"):
-        gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, spike=spike)
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_what_names_no_axis_and_what_is_no_count_and_no_spike_is_refused(call, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        call()
     for one in (True, np.True_, np.asarray(True), jnp.asarray(True)):
-        assert bool(gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, spike=one).spike)
+        assert bool(agree(spike=one).spike)
 
 
 @pytest.mark.tier("quick")
