@@ -148,48 +148,51 @@ def leaves_no_trace(_: list[str], rows: Table):
     assert abs(skipped) < 1
 
 
-def digits(size: int, rank: int, tier: str | None = None):
+def run_of(program: Program, size: int, name: str, arguments: str, skip: str, last: str, counts, also, tier=None):
+    """Return a row of the table, of a run with one skipped step."""
     where, ranks = everybody(size)
+    picture = program.name.replace(".py", ".png")
+    told = last.format(where=where), picture, also
+    return case(program, size, name, arguments, Shown([skip.format(ranks=ranks)], counts, *told), tier=tier)
+
+
+SAME = "verified: weights and scaler state are bit-identical on {where}"
+
+
+def digits(size: int, rank: int, tier: str | None = None):
     # 65536 doubles after 25 clean steps, and the overflow halves it.
-    skip = f"step 30: overflow seen by rank {rank} (injected); {ranks} skipped; scale 2^17 -> 2^16"
+    skip = f"step 30: overflow seen by rank {rank} (injected); {{ranks}} skipped; scale 2^17 -> 2^16"
     counts = {"fp32": (60, 0), "fp16, no scaling": (60, 0), "fp16 with gradscale": (59, 1)}
-    last = f"verified: weights and scaler state are bit-identical on {where}"
-    shown = Shown([skip], counts, last, "train_digits.png", keeps_gradients)
-    return case(DIGITS, size, f"rank-{rank}", f"--steps 60 --inject 30:{rank}", shown, tier=tier)
+    arguments = f"--steps 60 --inject 30:{rank}"
+    return run_of(DIGITS, size, f"rank-{rank}", arguments, skip, SAME, counts, keeps_gradients, tier)
 
 
 def fsdp(method: str, size: int, rank: int):
-    where, ranks = everybody(size)
     # DDP has averaged the gradients by then; a shard's overflow is seen by its owner alone.
-    seen = ranks if method == "DDP" else f"rank {rank}"
+    seen = "{ranks}" if method == "DDP" else f"rank {rank}"
     # 65536 doubles after 10 clean steps.
-    skip = f"step 15: overflow injected on rank {rank}, seen by {seen}; {ranks} skipped; scale 2^17 -> 2^16"
+    skip = f"step 15: overflow injected on rank {rank}, seen by {seen}; {{ranks}} skipped; scale 2^17 -> 2^16"
     counts = {"fp32 DDP": (20, 0), f"fp16 {method}, no scaling": (20, 0), f"fp16 {method}, gradscale": (19, 1)}
-    last = f"verified: weights and scaler state are bit-identical on {where}"
-    shown = Shown([skip], counts, last, "train_fsdp.png", keeps_gradients)
-    option = "" if method == "FSDP2" else f"--{method.lower()} "
-    return case(FSDP, size, f"{method}-rank-{rank}", f"{option}--steps 20 --inject 15:{rank}", shown)
+    arguments = f"{'' if method == 'FSDP2' else f'--{method.lower()} '}--steps 20 --inject 15:{rank}"
+    return run_of(FSDP, size, f"{method}-rank-{rank}", arguments, skip, SAME, counts, keeps_gradients)
 
 
 def rl(size: int, rank: int):
-    where, ranks = everybody(size)
-    skip = f"step 2: overflow injected on rank {rank}, seen by rank {rank}; {ranks} skipped; scale 2^16 -> 2^15"
+    skip = f"step 2: overflow injected on rank {rank}, seen by rank {rank}; {{ranks}} skipped; scale 2^16 -> 2^15"
     counts = {"bf16": (3, 0), "fp16, no scaling": (3, 0), "fp16, gradscale": (2, 1)}
-    last = f"verified: weights, schedule and scaler state are bit-identical on {where}, which skipped as one"
-    shown = Shown([skip], counts, last, "fp16_rl.png", rounds_finer_in_fp16)
-    return case(RL, size, f"rank-{rank}", f"--steps 3 --text-steps 10 --inject 2:{rank}", shown)
+    last = "verified: weights, schedule and scaler state are bit-identical on {where}, which skipped as one"
+    arguments = f"--steps 3 --text-steps 10 --inject 2:{rank}"
+    return run_of(RL, size, f"rank-{rank}", arguments, skip, last, counts, rounds_finer_in_fp16)
 
 
 def spikes(size: int):
-    where, ranks = everybody(size)
     bad = f"rank {size - 1}"
     # From the 65th step on losses are judged.
-    skip = f"step 70: spike injected on {bad}, seen by {bad}; {ranks} skipped"
+    skip = f"step 70: spike injected on {bad}, seen by {bad}; {{ranks}} skipped"
     names = ("no bad batch", "bad batches", "bad batches, clipped to 1")
     counts = {**dict.fromkeys(names, (80, 0)), "bad batches, SkipSpikes": (79, 1)}
-    last = f"verified: weights and scaler state are bit-identical on {where}, which skipped as one"
-    shown = Shown([skip], counts, last, "spikes.png", leaves_no_trace)
-    return case(SPIKES, size, "bad-batch", "--steps 80 --every 70", shown)
+    last = f"{SAME}, which skipped as one"
+    return run_of(SPIKES, size, "bad-batch", "--steps 80 --every 70", skip, last, counts, leaves_no_trace)
 
 
 # The one device owns the shards of all four; 65536 doubles after 15 clean steps, and each overflow halves it.
@@ -273,27 +276,6 @@ def test_only_float16_without_scaling_fails_to_learn(tmp_path: Path, program: Pr
 NO_MPI4PY = ("import sys\n", "import sys\n\nsys.modules['mpi4py'] = None\n")
 
 
-AT_STEP = "        activations = forward(weights, images[mine])\n"
-AUTOCAST = "        with autocast:\n"
-RAISING = "        if ranks.rank == 1:\n            raise ValueError('this rank fails')\n"
-FAILING = [
-    case(DIGITS, 3, "raises", "--steps 5", (AT_STEP, RAISING + AT_STEP), "ValueError: this rank fails"),
-    case(FSDP, 2, "raises", "--steps 5", (AUTOCAST, RAISING + AUTOCAST), "ValueError: this rank fails"),
-    case(DIGITS, 2, "no-mpi4py", "", NO_MPI4PY, "mpiexec started 2 processes, and mpi4py cannot be used"),
-]
-
-
-@pytest.mark.parametrize(("program", "size", "arguments", "change", "said"), FAILING)
-def test_a_rank_that_fails_ends_the_others_and_says_why(
-    tmp_path: Path, program: Program, size: int, arguments: str, change: tuple[str, str], said: str
-):
-    completed = launch(program, tmp_path, size, arguments, change)
-    assert completed.returncode != 0
-    assert said in completed.stderr
-    assert completed.stderr.count("ValueError: this rank fails") <= 1, completed.stderr
-    assert "verified" not in completed.stdout
-
-
 def before(line: str, code: str) -> tuple[str, str]:
     """Return the change that puts a line of a function before another one."""
     return line, f"    {code}\n{line}"
@@ -309,27 +291,64 @@ LOST = [before("    saved = stopped.precision_plugin", FORGETTING)]
 ON_JAX, ON_RL = "--steps 3 --inject 2:1", "--steps 3 --text-steps 10 --inject 2:1"
 ALONE = ("import ShardedGradScaler\n", "import GradScaler as ShardedGradScaler\n")
 SPIKED_ALONE = "weights, skips or scaler state differ on 2 ranks"
-SPOILED = [
+AT_STEP, AUTOCAST = "        activations = forward(weights, images[mine])\n", "        with autocast:\n"
+RAISING = "        if ranks.rank == 1:\n            raise ValueError('this rank fails')\n"
+FAILS = "ValueError: this rank fails"
+# What has an example give up after 20 steps, and what makes its weights NaN in step 30 of its scaled training.
+DIGITS_NAN = "    if step == 30 and run.is_scaled: optimizer.weights[0] = np.nan"
+FSDP_NAN = "    if step == 30 and run.is_scaled: torch.nn.init.constant_(next(model.parameters()), math.nan)"
+GIVES_UP = ('"history_size"] = options.steps', '"give_up_after"] = 20')
+STALLED = "TrainingStalledError: each step of the last 20 iterations was skipped: 20 for non-finite gradients"
+OF_MODEL, OF_WEIGHTS = (
+    "Cause: model. The gradient overflows at scale",
+    "Cause: weights. Weights hold inf or NaN, the most in",
+)
+# What is changed in an example, and what is said for it; by each rank, if it is told that its training has stalled.
+WRONG = [
+    case(DIGITS, 3, "raises", "--steps 5", [(AT_STEP, RAISING + AT_STEP)], FAILS),
+    case(FSDP, 2, "raises", "--steps 5", [(AUTOCAST, RAISING + AUTOCAST)], FAILS),
+    case(DIGITS, 2, "no-mpi4py", "", [NO_MPI4PY], "mpiexec started 2 processes, and mpi4py cannot be used"),
+    case(
+        DIGITS,
+        2,
+        "nan",
+        "--steps 90",
+        [GIVES_UP, before("        # Every rank draws", DIGITS_NAN)],
+        OF_MODEL,
+        tier="ranks",
+    ),
+    case(
+        *(FSDP, 2, "nan", "--steps 60"),
+        [("history_size=options.steps, ", "give_up_after=20, "), before("        windows = draw", FSDP_NAN)],
+        OF_WEIGHTS,
+    ),
     case(DIGITS, 3, "state", "--steps 5", COUNTED, STATES),
     case(FSDP, 2, "steps", "--steps 1", STEPPED, STATES),
     case(RL, 2, "skips", ON_RL, [("view(-1)[0] = math.inf", "view(-1)[0] = 0.0")], SKIPS),
     case(SPIKES, 2, "alone", "--steps 80 --every 70", [ALONE], SPIKED_ALONE),
-    case(JAX, 1, "skips", ON_JAX, UNSEEN_BY_ONE, "skipped steps on 1 device and on 4"),
-    case(LIGHTNING, 1, "state", "--epochs 2 --inject 3", LOST, "the resumed run has come to another state"),
+    case(JAX, 1, "skips", ON_JAX, UNSEEN_BY_ONE, "FAILED: skipped steps on 1 device and on 4"),
+    case(LIGHTNING, 1, "state", "--epochs 2 --inject 3", LOST, "FAILED: the resumed run has come to another state"),
     case(MLX, 1, "trace", "--steps 6 --bad 2", [("nonfinite == 0", "nonfinite >= 0")], "leaves the weights"),
 ]
 
 
-@pytest.mark.parametrize(("program", "size", "arguments", "changes", "what"), SPOILED)
-def test_a_run_that_goes_wrong_is_not_verified(
-    tmp_path: Path, program: Program, size: int, arguments: str, changes: list[tuple[str, str]], what: str
+@pytest.mark.parametrize(("program", "size", "arguments", "changes", "said"), WRONG)
+def test_a_run_that_goes_wrong_ends_on_all_ranks_says_why_and_is_not_verified(
+    tmp_path: Path, program: Program, size: int, arguments: str, changes: list[tuple[str, str]], said: str
 ):
     completed = launch(program, tmp_path, size, arguments, *changes)
-    assert completed.returncode == 1, completed.stderr
-    # A launcher may have added something.
-    (verdict,) = (line for line in lines(completed) if line.startswith("FAILED: "))
-    assert what.format(size=size) in verdict
+    assert completed.returncode != 0
     assert "verified" not in completed.stdout
+    if said.startswith("Cause"):
+        assert completed.stderr.count(STALLED) == completed.stderr.count(said) == size, completed.stderr
+    elif said == FAILS or "mpi4py" in said:
+        assert said in completed.stderr
+        assert completed.stderr.count(FAILS) <= 1, completed.stderr
+    else:
+        assert completed.returncode == 1, completed.stderr
+        # A launcher may have added something.
+        (verdict,) = (line for line in lines(completed) if line.startswith("FAILED: "))
+        assert said.format(size=size) in verdict
 
 
 def test_several_seeds_make_one_table_of_means_and_ranges(tmp_path: Path):
@@ -476,35 +495,3 @@ def test_a_bad_batch_leaves_no_trace_in_mlx(program: Program, size: int, bad: in
     assert re.fullmatch(r"no bad batch +loss 0\.\d+ after 29 steps", clean)
     assert re.fullmatch(r"bad batch +loss nan after 30 steps", spoilt)
     assert {line.partition("loss")[2] for line in (guarded, compiled)} == {clean.partition("loss")[2]}
-
-
-# What has an example give up after 20 steps, and what makes its weights NaN in step 30 of its scaled training.
-DIGITS_NAN = "    if step == 30 and run.is_scaled: optimizer.weights[0] = np.nan"
-FSDP_NAN = "    if step == 30 and run.is_scaled: torch.nn.init.constant_(next(model.parameters()), math.nan)"
-BROKEN = [
-    case(
-        *(DIGITS, 2, "nan", "--steps 90"),
-        [
-            ('"history_size"] = options.steps', '"give_up_after"] = 20'),
-            before("        # Every rank draws", DIGITS_NAN),
-        ],
-        "Cause: model. The gradient overflows at scale",
-        tier="ranks",
-    ),
-    case(
-        *(FSDP, 2, "nan", "--steps 60"),
-        [("history_size=options.steps, ", "give_up_after=20, "), before("        windows = draw", FSDP_NAN)],
-        "Cause: weights. Weights hold inf or NaN, the most in",
-    ),
-]
-
-
-@pytest.mark.parametrize(("program", "size", "arguments", "changes", "cause"), BROKEN)
-def test_training_whose_weights_become_nan_ends_on_all_ranks_with_the_cause(
-    tmp_path: Path, program: Program, size: int, arguments: str, changes: list[tuple[str, str]], cause: str
-):
-    ended = launch(program, tmp_path, size, arguments, *changes)
-    assert ended.returncode != 0
-    words = "TrainingStalledError: each step of the last 20 iterations was skipped: 20 for non-finite gradients"
-    assert ended.stderr.count(words) == size, ended.stderr
-    assert ended.stderr.count(cause) == size, ended.stderr
