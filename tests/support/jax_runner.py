@@ -1,6 +1,5 @@
 """Runs as one of several processes of jax.distributed: agreement inside a compiled step, over a mesh of all of them."""
 
-import json
 import math
 import sys
 
@@ -20,7 +19,7 @@ def everywhere(sharding: NamedSharding, values) -> jax.Array:
 
 
 def main():
-    """Print, as JSON, what this process has seen."""
+    """Assert what this process sees, wherever the bad value is, and of one that has drifted."""
     rank, size, port = (int(argument) for argument in sys.argv[1:])
     jax.distributed.initialize(f"localhost:{port}", num_processes=size, process_id=rank)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
@@ -43,22 +42,24 @@ def main():
         state = gradscale.ScaleState(*(everywhere(whole, number) for number in numbers))
         w = everywhere(split, np.full(1, mine, np.float32))
         verdict, new_state, new = mapped(state, w)
-        found = {"nonfinite": int(verdict.nonfinite), "desynced": bool(verdict.desynced)}
-        found |= {"scale": float(new_state.scale), "w": float(new.addressable_shards[0].data[0]), "error": ""}
+        found = (int(verdict.nonfinite), float(new_state.scale), float(new.addressable_shards[0].data[0]))
+        said = ""
         try:
             verdict.check(POLICY)
         except gradscale.ScaleDesyncError as error:
-            found["error"] = str(error)
-        if not found["desynced"]:
-            found["automatic"] = int(automatic(state, w).verdict.nonfinite)
-        return found
+            said = str(error)
+        assert ("scale from 512.0 to 1024.0" in said) is bool(verdict.desynced)
+        return found[1:] if said else (*found, int(automatic(state, w).verdict.nonfinite))
 
-    results = {"clean": run(1024.0, 2.0)}
+    # 2 - 0.25 * (2 * 2): the gradient of each process's own parameter.
+    assert run(1024.0, 2.0) == (0, 1024.0, 1.0, 0)
     for bad in range(size):
         for value in (math.inf, math.nan):
-            results[f"{value} on {bad}"] = run(1024.0, value if rank == bad else 2.0)
-        results[f"drift on {bad}"] = run(512.0 if rank == bad else 1024.0, 2.0)
-    print(json.dumps(results))
+            nonfinite, scale, kept, automatically = run(1024.0, value if rank == bad else 2.0)
+            assert (nonfinite, scale, automatically) == (1, 512.0, 1)
+            assert (kept == 2.0) is (rank != bad)
+        mine = 512.0 if rank == bad else 1024.0
+        assert run(mine, 2.0) == (mine, 2.0)
 
 
 main()

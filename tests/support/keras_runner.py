@@ -1,7 +1,7 @@
 """Runs as a process of its own, since Keras takes its backend when it is imported: the class for it, and Keras's own.
 
 ``recipe`` runs the recipe and Keras's own scaler, and goes on with and without having been saved; ``calls`` uses the
-class without ``fit``; ``weights`` saves weights alone. Each prints a JSON object of what came of it.
+class without ``fit``; ``weights`` saves weights alone. Each asserts what must come of it.
 """
 
 from __future__ import annotations
@@ -55,33 +55,34 @@ def scale_in(optimizer) -> list[float]:
     return [optimizer.scaler.get_scale(), optimizer.scaler.state_dict()["_growth_tracker"]]
 
 
-def recipe(overflows: list[int], folder: Path):
-    """Run the recipe of this backend."""
+def recipe(folder: Path):
+    """Run the recipe of this backend, which skips as by Keras's own optimizer, also when it was saved and loaded."""
     keras.mixed_precision.set_dtype_policy("mixed_float16")
+    overflows = [1, 3, 8]
     inputs, targets = made_pairs(overflows)
     names = {"model": made_model(), "inputs": inputs, "targets": targets}
     with contextlib.redirect_stdout(io.StringIO()):
         names = run_on(JAX_PAGE if IS_JAX else TORCH_PAGE, "keras", **names)
     model = names["model"]
-    answer: dict[str, Any] = {"recipe": told(model), "scale": scale_in(model.optimizer)}
-    if not IS_JAX:
-        answer["skipped"] = [report.skipped for report in names["scaler"].history]
-
-    for name, blocks in (("own", ("before", "state")), ("moved", (f"after_{keras.config.backend()}",))):
+    found, scale = told(model), scale_in(model.optimizer)
+    assert (found["iterations"], scale) == (5, [2.0**13, 0])
+    assert IS_JAX or [r.skipped for r in names["scaler"].history] == [k in overflows for k in range(1, 9)]
+    for blocks in (("before", "state"), (f"after_{keras.config.backend()}",)):
         names |= {"model": made_model()}
         with contextlib.redirect_stdout(io.StringIO()):
             for block in blocks:
                 names = run_on(INTEROP / "keras.md", block, **names)
-        answer[name] = told(names["model"])
+        assert told(names["model"]) == found
     saved = names["foreign"].state_dict
-    answer |= {"own_scale": [saved["scale"], saved["_growth_tracker"]], "moved_scale": scale_in(names["optimizer"])}
+    assert [saved["scale"], saved["_growth_tracker"]] == scale_in(names["optimizer"]) == scale
 
     model.save(folder / "model.keras")
-    loaded = keras.models.load_model(folder / "model.keras")
-    for name, one in (("on", model), ("loaded_on", loaded)):
+    ends = []
+    for one in (model, keras.models.load_model(folder / "model.keras")):
         one.fit(*made_pairs([2]), batch_size=8, shuffle=False, verbose=0)
-        answer[name] = told(one) | {"scale": scale_in(one.optimizer)}
-    return answer
+        ends.append(told(one) | {"scale": scale_in(one.optimizer)})
+    assert ends[0] == ends[1]
+    assert (ends[0]["iterations"], ends[0]["scale"]) == (12, [2.0**12, 6])
 
 
 def raised(call) -> str:
@@ -93,10 +94,12 @@ def raised(call) -> str:
     return "nothing"
 
 
-def calls():
+def calls(_folder: Path):
     """Use the class without a model: its example, steps of a policy that tolerates overflows, and bad arguments."""
     found = importlib.import_module(f"gradscale_{keras.config.backend()}.keras_optimizer")
     made, sgd = found.ScaledOptimizer, keras.optimizers.SGD(1.0)
+    tried = doctest.testmod(found)
+    assert tried.failed == 0 < tried.attempted
     policy = presets.megatron(init_scale=8.0)
     if IS_JAX:
         optimizer = made(sgd, policy)
@@ -105,40 +108,39 @@ def calls():
 
         optimizer = made(sgd, GradScaler("cpu", policy=policy))
     weight = keras.Variable(np.zeros(1, np.float32))
-    seen = []
-    for error in (1.0, np.inf, np.inf, 2.0):
+    # The first overflow is tolerated, and the second one is not.
+    for error, scale, stepped in ((1.0, 8.0, -1.0), (np.inf, 8.0, -1.0), (np.inf, 8.0, -1.0), (2.0, 4.0, -3.0)):
         scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(1.0))))
         grads = keras.ops.convert_to_tensor(np.asarray([error * scaled], np.float32))
         optimizer.apply_gradients([(grads, weight)])
-        seen.append([scaled, float(keras.ops.convert_to_numpy(weight.value)[0])])
+        assert (scaled, float(keras.ops.convert_to_numpy(weight.value)[0])) == (scale, stepped)
     config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
     again = keras.saving.deserialize_keras_object(config)
-    bad = json.loads(json.dumps(config))
+    kept, loaded = (one.policy if IS_JAX else one.scaler.state_dict()["policy"] for one in (optimizer, again))
+    assert repr(loaded) == repr(kept)
+    bad, own = (json.loads(json.dumps(config)) for _ in range(2))
     saved = bad["config"]["policy" if IS_JAX else "scaler"]
     saved["growth_factor"] = saved["policy"]["growth_factor"] = "twice"
-    own = json.loads(json.dumps(config))
+    said = raised(lambda: keras.saving.deserialize_keras_object(bad))
+    assert said.startswith("StateDictError: ")
+    assert "'twice'" in said
     del own["config"]["policy" if IS_JAX else "scaler"]["policy"]
-    return {
-        "example": doctest.testmod(found)._asdict(),
-        "seen": seen,
-        "saved": repr(again.policy if IS_JAX else again.scaler.state_dict()["policy"]),
-        "kept": repr(policy if IS_JAX else optimizer.scaler.state_dict()["policy"]),
-        "no scaler": raised(lambda: made(keras.optimizers.SGD(1.0), 1024.0)),
-        "no variables": raised(lambda: optimizer.apply([grads])),
-        "bad state": raised(lambda: keras.saving.deserialize_keras_object(bad)),
-        "no optimizer": [
-            raised(lambda inner=inner: made(inner))
-            for inner in (
-                *("adam", None, 3, keras.optimizers.SGD, json.loads(json.dumps(config))),
-                *(around(keras.optimizers.SGD(1.0)) for around in (keras.optimizers.LossScaleOptimizer, made)),
-            )
-        ],
-        "in any order": [
-            in_any_order(around)
-            for around in (lambda inner: made(inner, StaticScale(1.0)) if IS_JAX else inner, lambda inner: inner)
-        ],
-        "no policy": raised(lambda: keras.saving.deserialize_keras_object(own)),
-    }
+    # On torch it is the scaler's own then, as with torch's state dicts.
+    said = "InvalidValueError: the saved optimizer has a policy of your own" if IS_JAX else "nothing"
+    assert raised(lambda: keras.saving.deserialize_keras_object(own)).startswith(said)
+    said = "policy must be an instance of a policy" if IS_JAX else "scaler must be a GradScaler or ShardedGradScaler"
+    assert raised(lambda: made(keras.optimizers.SGD(1.0), 1024.0)).startswith(f"InvalidTypeError: {said}")
+    said = raised(lambda: optimizer.apply([grads]))
+    assert said == "InvalidValueError: apply needs the variables, got none; call apply(grads, variables)"
+    scaling = [around(keras.optimizers.SGD(1.0)) for around in (keras.optimizers.LossScaleOptimizer, made)]
+    for inner in ("adam", None, 3, keras.optimizers.SGD, config, *scaling):
+        said = raised(lambda inner=inner: made(inner))
+        assert said.startswith("InvalidTypeError: inner_optimizer must be an optimizer of Keras that does not scale")
+        kind = type(inner).__name__
+        assert f"got a {kind}: for a name call keras.optimizers.get(name); an optimizer that scales already" in said
+        assert "would divide the gradients twice: pass the one inside" in said
+    plain = in_any_order(lambda inner: inner)
+    assert in_any_order(lambda inner: made(inner, StaticScale(1.0)) if IS_JAX else inner) == plain
 
 
 def in_any_order(around):
@@ -173,54 +175,50 @@ def weights(folder: Path):
         model.fit(*made_pairs(overflows), batch_size=8, shuffle=False, verbose=0, **options)
         return model
 
-    model = fitted(compiled(), [1, 3])
-    answer: dict[str, Any] = {"scale": scale_in(model.optimizer)}
+    model, expected = fitted(compiled(), [1, 3]), [2.0**14, 5]
+    assert scale_in(model.optimizer) == expected
     path = folder / "model.weights.h5"
     model.save_weights(path)
     again = compiled()
     again.optimizer.build(again.trainable_variables)
     again.load_weights(path)
-    answer["loaded"] = scale_in(again.optimizer)
+    assert scale_in(again.optimizer) == expected
     backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
     fitted(compiled(), [1, 3], callbacks=[backup])
     # It has come to its one epoch already.
-    answer["restored"] = scale_in(fitted(compiled(), [], callbacks=[backup]).optimizer)
+    assert scale_in(fitted(compiled(), [], callbacks=[backup]).optimizer) == expected
     if IS_JAX:
-        return answer
+        return
 
     from gradscale_torch import GradScaler
 
     store: dict[str, Any] = {}
     model.optimizer.save_own_variables(store)
-    kept = {key: value for key, value in store.items() if key.isdigit()}
     other = compiled(GradScaler("cpu", init_scale=8.0))
     other.optimizer.build(other.trainable_variables)
-    other.optimizer.load_own_variables(kept)
-    answer["kept where absent"] = scale_in(other.optimizer)[0]
+    # The scale is kept where the store has none.
+    other.optimizer.load_own_variables({key: value for key, value in store.items() if key.isdigit()})
+    assert scale_in(other.optimizer)[0] == 8.0
 
     disabled = fitted(compiled(GradScaler("cpu", enabled=False)), [])
     disabled.save(folder / "disabled.keras")
     loaded = keras.models.load_model(folder / "disabled.keras")
-    answer["disabled"] = [loaded.optimizer.scaler.is_enabled(), told(loaded) == told(disabled)]
+    assert not loaded.optimizer.scaler.is_enabled()
+    assert told(loaded) == told(disabled)
 
-    pairs = [("float32", "float16"), ("float16", "float16"), ("float16", "float32")]
-    answer["stepped"] = [stepped(found.ScaledOptimizer(keras.optimizers.SGD(0.5)), *pair) for pair in pairs]
-    for part, call in (("inner_optimizer", "apply"), ("scaler", "update")):
+    # As Keras's own optimizer does, which casts gradients to the dtype of the weight; and after Ctrl-C.
+    for pair in (("float32", "float16"), ("float16", "float16"), ("float16", "float32")):
+        assert stepped(found.ScaledOptimizer(keras.optimizers.SGD(0.5)), *pair) == 0.75
+    for part, call, kept in (("inner_optimizer", "apply", 0.75), ("scaler", "update", 0.5)):
         optimizer, weight = found.ScaledOptimizer(keras.optimizers.SGD(0.5)), keras.Variable(np.ones(1))
         owner, ends = getattr(optimizer, part), [KeyboardInterrupt, mock.DEFAULT]
         interrupted = mock.patch.object(owner, call, side_effect=ends, wraps=getattr(owner, call))
         with interrupted, contextlib.suppress(KeyboardInterrupt):
-            stepped(optimizer, *pairs[0], weight)
-        answer["stepped"].append(stepped(optimizer, *pairs[0], weight))
-    return answer
+            stepped(optimizer, "float32", "float16", weight)
+        assert stepped(optimizer, "float32", "float16", weight) == kept
 
 
 IS_JAX = keras.config.backend() == "jax"
 
 if __name__ == "__main__":
-    kind, *arguments = sys.argv[1:]
-    if kind == "recipe":
-        answer = recipe(json.loads(arguments[0]), Path(arguments[1]))
-    else:
-        answer = calls() if kind == "calls" else weights(Path(arguments[0]))
-    print(json.dumps(answer))
+    {"recipe": recipe, "calls": calls, "weights": weights}[sys.argv[1]](Path(sys.argv[2]))
