@@ -93,20 +93,19 @@ def message(user: str, library: str, extras: str, groups: str = "") -> str:
 def cases() -> list[object]:
     found = []
     for number, (statement, library, user, extras) in enumerate(IMPORTS):
-        tier = pytest.mark.tier("ranks" if number % 3 else "quick")
         needed = {"gradscale_torch.plugins": "torch", "gradscale_jax.scaled": "jax"}.get(user, "numpy")
-        case = ([statement], library, RAISED, message(user, library, extras), needed)
-        found.append(pytest.param(*case, id=f"{statement[:60]}-{library}", marks=tier))
+        found.append(([statement], library, RAISED, message(user, library, extras), needed, number % 3 > 0))
     for command, libraries, user, extras in COMMANDS:
         for library in libraries.split():
-            said = message(user, library, extras)
-            found.append(pytest.param(command.split(), library, "gradscale: ", said, "cli", id=f"{user}-{library}"))
+            found.append((command.split(), library, "gradscale: ", message(user, library, extras), "cli", False))
     for program, libraries, extras, groups in PROGRAMS:
         for library in libraries.split():
             said = message(f"examples/{program}", library, extras, groups)
-            case = ([str(EXAMPLES / program)], library, "", said, "examples")
-            found.append(pytest.param(*case, id=f"{program}-{library}", marks=pytest.mark.tier("ranks")))
-    return found
+            found.append(([str(EXAMPLES / program)], library, "", said, "examples", True))
+    return [
+        pytest.param(*case, id=f"{Path(case[0][0]).name[:60]}-{case[1]}", marks=[pytest.mark.tier("ranks")] * is_late)
+        for *case, is_late in found
+    ]
 
 
 @pytest.mark.parametrize(("arguments", "library", "begin", "said", "needed"), cases())
@@ -147,38 +146,33 @@ def test_a_command_is_that_of_a_clone_only_in_a_clone(tmp_path: Path, beside: st
     assert completed.stdout == f"{said}\n", completed.stderr
 
 
-def test_a_library_that_cannot_be_imported_is_not_called_missing():
-    with pytest.raises(BackendNotAvailableError) as caught, needs("this", "torch"):
-        raise ImportError("libfake.so.3: cannot open", name="torch._C")
-    assert not isinstance(caught.value, ModuleNotFoundError)
-    assert str(caught.value) == (f"this needs torch, got: libfake.so.3: cannot open; {remedy('torch')}")
-    assert str(caught.value.__cause__) == "libfake.so.3: cannot open"
-
-
-def test_the_outermost_says_what_brings_all_that_it_needs():
-    with pytest.raises(MissingExtraError) as caught, needs("program.py", "torch"), needs("inner", "torch"):
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    assert re.fullmatch(message("program.py", "torch", "torch"), str(caught.value))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ModuleNotFoundError("No module named 'gradscale_torch.nothing'", name="gradscale_torch.nothing"),
-        BackendNotAvailableError("update the driver"),
-    ],
-    ids=["its-own-fault", "says-what-to-do"],
+OWN = ModuleNotFoundError("No module named 'gradscale_torch.nothing'", name="gradscale_torch.nothing")
+NO_TORCH, BROKEN = (
+    ModuleNotFoundError("No module named 'torch'", name="torch"),
+    ImportError("libfake.so.3", name="torch._C"),
 )
+
+
+@pytest.mark.parametrize("error", [OWN, BackendNotAvailableError("update the driver")], ids=["own", "driver"])
 def test_what_no_extra_mends_passes_unchanged(error: ImportError):
     with pytest.raises(ImportError) as caught, needs("this", "torch"):
         raise error
     assert caught.value is error
 
 
-def test_a_missing_library_is_found_before_anything_is_imported():
-    with pytest.raises(MissingExtraError) as caught, needs("x", "plot", "no_such_module_at_all"):
+def test_what_is_broken_is_not_called_missing_and_the_outermost_says_what_brings_all_that_it_needs():
+    with pytest.raises(BackendNotAvailableError) as caught, needs("this", "torch"):
+        raise BROKEN
+    assert not isinstance(caught.value, ModuleNotFoundError)
+    assert str(caught.value) == f"this needs torch, got: libfake.so.3; {remedy('torch')}"
+    assert caught.value.__cause__ is BROKEN
+    with pytest.raises(MissingExtraError) as missing, needs("program.py", "torch"), needs("inner", "torch"):
+        raise NO_TORCH
+    assert re.fullmatch(message("program.py", "torch", "torch"), str(missing.value))
+    # Before anything is imported.
+    with pytest.raises(MissingExtraError) as found, needs("x", "plot", "no_such_module_at_all"):
         pytest.fail("the block was run")
-    assert caught.value.name == "no_such_module_at_all"
+    assert found.value.name == "no_such_module_at_all"
 
 
 @pytest.mark.mpi

@@ -41,23 +41,6 @@ def test_a_resumed_run_that_made_iterations_twice_is_drawn_by_the_rows_of_its_lo
     assert (axes.get_xlabel(), axes.collections[0].get_offsets()[-1].tolist()) == (label, [4.0, 1.0])
 
 
-def test_runs_that_are_drawn_in_one_ax_lie_within_its_limits():
-    ax = plot.history(REPORTS).axes[0]
-    plot.history([UpdateReport(4, 2.0**20, False, 0, ())], ax=ax)
-    assert ax.get_ylim()[0] < 8.0 / 3.0 < 2.0**20 < ax.get_ylim()[1]
-    assert ax.get_xlim()[0] <= 1 < 5 <= ax.get_xlim()[1]
-
-
-def test_each_panel_of_simulations_has_an_axis_for_its_own_scales():
-    falling = simulate(DynamicScale(init_scale=2.0**100), "O" * 12, name="falling")
-    figure = plot.simulation([falling, simulate(StaticScale(1024.0), "C" * 12, name="static")])
-    limits = [ax.get_ylim() for ax in figure.axes]
-    assert limits[0][0] < min(falling.scale) < max(falling.scale) < limits[0][1] < 2.0**104
-    assert limits[1][0] < 1024.0 < limits[1][1] < 2.0**14
-    # A scale that does not move is drawn on an axis of several powers of two all the same.
-    assert limits[1][1] / limits[1][0] > 2.0**6
-
-
 def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_few_points():
     run = simulate(DynamicScale(init_scale=1024.0, growth_interval=1), "CO" * 50_000 + "C" * 50_000, name="nervous")
     (line,) = plot.simulation(run).axes[0].lines
@@ -86,48 +69,49 @@ def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
-def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost():
-    result = simulate(DynamicScale(), "CO" * 30_000, name="one")
-    figure = plot.simulation([result, result])
-    assert len(figure.axes) == 2
-    assert "30,000 of 60,000" in figure.axes[0].get_title(loc="left")
-    marks = figure.axes[0].collections[0].get_offsets()
+def test_each_ax_has_limits_for_its_own_runs_and_no_column_of_skips_is_lost():
+    ax = plot.history(REPORTS).axes[0]
+    plot.history([UpdateReport(4, 2.0**20, False, 0, ())], ax=ax)
+    assert ax.get_ylim()[0] < 8.0 / 3.0 < 2.0**20 < ax.get_ylim()[1]
+    assert ax.get_xlim()[0] <= 1 < 5 <= ax.get_xlim()[1]
+    falling = simulate(DynamicScale(init_scale=2.0**100), "O" * 12, name="falling")
+    several = [falling, simulate(StaticScale(1024.0), "C" * 12, name="static")]
+    first, second, third = plot.simulation([*several, simulate(DynamicScale(), "CO" * 30_000, name="one")]).axes
+    assert first.get_ylim()[0] < min(falling.scale) < max(falling.scale) < first.get_ylim()[1] < 2.0**104
+    assert second.get_ylim()[0] < 1024.0 < second.get_ylim()[1] < 2.0**14
+    # A scale that does not move is drawn on an axis of several powers of two all the same.
+    assert second.get_ylim()[1] / second.get_ylim()[0] > 2.0**6
+    assert "30,000 of 60,000" in third.get_title(loc="left")
+    marks = third.collections[0].get_offsets()
     assert 1900 <= len({step * 2000 // 60_000 for step, _ in marks.tolist()}) <= 2001
     assert len(marks) < 2200
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ('{"scale": 2.0, "magnitude": "x"}', "a magnitude that is a number from 0 on, or none, got 'x'"),
-        ('{"scale": 2.0, "magnitude": -1}', "a magnitude that is a number from 0 on, or none, got -1"),
-        ('{"scale": 1e300}', "a scale above 0 that float32 can hold, got 1e\\+300"),
-        (f'{{"scale": 1{"0" * 400}}}', "a scale above 0 that float32 can hold, got 1000"),
-        ('{"scale": 2.0, "new_scale": 0}', "a new_scale above 0 that float32 can hold, got 0"),
-        ('{"magnitude": 1.0}', "a scale above 0 that float32 can hold, got None"),
-    ],
-    ids=["text", "negative", "large", "huge", "new", "none"],
-)
-def test_a_log_that_cannot_be_drawn_names_the_line(row: str, said: str, tmp_path: Path):
-    (tmp_path / "log.jsonl").write_text(f'{{"scale": 2.0}}\n{row}\n')
-    with pytest.raises(InvalidValueError, match=f"line 2 of .*must have {said}"):
-        plot.history(tmp_path / "log.jsonl")
+LOG_ROWS = {
+    '{"scale": 2.0, "magnitude": "x"}': "a magnitude that is a number from 0 on, or none, got 'x'",
+    '{"scale": 2.0, "magnitude": -1}': "a magnitude that is a number from 0 on, or none, got -1",
+    '{"scale": 1e300}': "a scale above 0 that float32 can hold, got 1e\\+300",
+    f'{{"scale": 1{"0" * 400}}}': "a scale above 0 that float32 can hold, got 1000",
+    '{"scale": 2.0, "new_scale": 0}': "a new_scale above 0 that float32 can hold, got 0",
+    '{"magnitude": 1.0}': "a scale above 0 that float32 can hold, got None",
+}
 
 
-def test_what_is_not_finite_is_left_out_of_the_picture(tmp_path: Path):
-    rows = [f'{{"scale": 2.0, "magnitude": {value}}}\n' for value in ("NaN", "Infinity", "1e308", "1.0")]
-    (tmp_path / "log.jsonl").write_text("".join(rows))
-    figure = plot.history(tmp_path / "log.jsonl", tmp_path / "plot.png")
-    drawn = figure.axes[1].collections[-1].get_offsets().tolist()
-    assert drawn == [[4.0, 2.0]]
-
-
-@pytest.mark.parametrize("draw", [plot.history, plot.simulation])
-def test_other_objects_are_refused(draw, tmp_path: Path):
+def test_what_cannot_be_drawn_is_refused_and_what_is_not_finite_left_out(tmp_path: Path):
+    log = tmp_path / "log.jsonl"
+    for row, said in LOG_ROWS.items():
+        log.write_text(f'{{"scale": 2.0}}\n{row}\n')
+        with pytest.raises(InvalidValueError, match=f"line 2 of .*must have {said}"):
+            plot.history(log)
     for bad in (None, 3, [3], []):
-        with pytest.raises(
-            (InvalidTypeError, InvalidValueError), match=r"must (hold|be at least one)|at least one step"
-        ):
-            draw(bad)
+        for draw in (plot.history, plot.simulation):
+            with pytest.raises(
+                (InvalidTypeError, InvalidValueError), match=r"must (hold|be at least one)|at least one "
+            ):
+                draw(bad)
     with pytest.raises(InvalidValueError, match=r"plot\.xyz.*supported formats"):
         plot.history(REPORTS, tmp_path / "plot.xyz")
+    values = ("NaN", "Infinity", "1e308", "1.0")
+    log.write_text("".join(f'{{"scale": 2.0, "magnitude": {value}}}\n' for value in values))
+    figure = plot.history(log, tmp_path / "plot.png")
+    assert figure.axes[1].collections[-1].get_offsets().tolist() == [[4.0, 2.0]]

@@ -27,38 +27,20 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output if result.exit_code in (0, 2) else str(result.exception)
 
 
-def test_presets_are_compared_over_a_log(tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    path.write_text("".join(f'{{"skipped": {value}}}\n' for value in ("true", "false", "true")))
-    code, output = run("--preset", "torch:init_scale=16", "--preset", "megatron", "--json", str(path))
-    assert code == 0
-    assert [(row["name"], row["skipped"]) for row in json.loads(output)] == [
-        ("torch:init_scale=16", 2),
-        ("megatron", 2),
-    ]
-    assert json.loads(output)[0]["final_scale"] == 4.0
+def rows(*arguments: str) -> list[tuple[Any, ...]]:
+    """Return of each preset its name, the steps, those skipped, and the last scale, as the JSON has them."""
+    code, output = run(*arguments, "--json")
+    assert code == 0, output
+    return [tuple(row[name] for name in ("name", "steps", "skipped", "final_scale")) for row in json.loads(output)]
 
 
 @pytest.mark.tier("all")
-def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path):
+def test_a_picture_is_drawn_where_it_is_asked_for_of_the_kinds_that_the_help_names(tmp_path: Path):
     require("plot")
     path = tmp_path / "scales.png"
     assert run("CCOC", "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_preset_that_is_like_none_is_answered_with_all_of_them_and_no_guess():
-    code, output = run("--preset", "nosuch", "C")
-    assert code == 1
-    assert "there are apex, " in output
-    assert "did you mean" not in output
-
-
-@pytest.mark.tier("all")
-def test_the_help_says_which_kinds_of_picture_there_are():
-    code, output = run("--help")
-    assert code == 0
-    assert ".png, .svg or .pdf" in " ".join(output.split())
+    assert ".png, .svg or .pdf" in " ".join(run("--help")[1].split())
 
 
 @pytest.mark.parametrize(
@@ -66,11 +48,11 @@ def test_the_help_says_which_kinds_of_picture_there_are():
     [
         (["CCX"], "'X' at position 3"),
         ([" "], "' ' is neither a file nor steps: a trace must hold at least one step"),
-        (["--preset", "megatorn", "C"], "megatron"),
+        (["--preset", "megatorn", "C"], "did you mean 'megatron'"),
+        (["--preset", "nosuch", "C"], "there are apex, "),
         (["--preset", "torch:hysteresis=3", "C"], "hysteresis"),
         (["--preset", "torch:3", "C"], "has no setting 3"),
         (["--preset", "torch:init_scale=large", "C"], "init_scale must be"),
-        (["none.jsonl"], "'none.jsonl' is neither a file nor steps"),
         (["none.log"], "'none.log' is neither a file nor steps"),
         (["../other.jsonl"], "without a 'magnitude', in line 1 must be True or False, got None"),
         (["CO" * 2000 + "X"], "'X' at position 4001"),
@@ -88,47 +70,57 @@ def test_bad_input_is_one_clear_error(arguments: list[str], said: str, tmp_path:
     code, output = run(*arguments)
     assert code in (1, 2)
     assert said in output
+    # Of a name that is like none there is no guess.
+    assert ("did you mean" in output) is ("megatorn" in arguments)
     assert not list(Path().iterdir())
 
 
-HUGE = f"1{'0' * 400}"
-LOGS = {
-    "beyond-every-float": ([(HUGE, HUGE, True), (2.0, HUGE, True), (1.0, 0, False)], 2),
+def scaled(*steps: tuple[Any, Any, bool]) -> list[dict[str, Any]]:
+    return [dict(zip(("scale", "magnitude", "skipped"), step, strict=True)) for step in steps]
+
+
+HUGE = 10**400
+CLEAN, OVERFLOW = (
+    {"scale": 65536.0, "skipped": skips, "reason": why} for skips, why in ((False, None), (True, "overflow"))
+)
+RETRIED = {"scale": 2.0**20, "new_scale": 65536.0, "skipped": False, "retries": 4}
+SIXTEEN = "torch:init_scale=16"
+# The rows of a log, the preset, and how many steps there are, how many it skips, and to which scale it comes.
+LOGS: dict[str, tuple[list[dict[str, Any]], str, tuple[int, int, float]]] = {
+    "no more than skips": ([{"skipped": bad} for bad in (True, False, True)], SIXTEEN, (3, 2, 4.0)),
+    "beyond every float": (scaled((HUGE, HUGE, True), (2.0, HUGE, True), (1.0, 0, False)), SIXTEEN, (3, 2, 4.0)),
     # As on_skip= and diagnose="on_overflow" write them: the inf beside these finite magnitudes is what overflowed.
-    "skips-whose-magnitude-fits": ([(65536.0, 0.0625, True)] * 4, 4),
-    "skips-whose-magnitude-does-not-fit": ([(2.0**20, 0.0625, True)] * 4, 0),
-    "a-clean-step-between": ([(65536.0, 0.0625, skipped) for skipped in (True, False, True)], 2),
+    "skips whose magnitude fits": (scaled(*[(65536.0, 0.0625, True)] * 4), SIXTEEN, (4, 4, 1.0)),
+    "skips whose magnitude does not fit": (scaled(*[(2.0**20, 0.0625, True)] * 4), SIXTEEN, (4, 0, 16.0)),
+    "a clean step between": (scaled(*[(65536.0, 0.0625, bad) for bad in (True, False, True)]), SIXTEEN, (3, 2, 4.0)),
+    # A closure that was tried again fits at the scale that it came to.
+    "retries": ([RETRIED], "torch:init_scale=1048576", (1, 1, 2.0**19)),
+    "retries with magnitudes": ([RETRIED | {"magnitude": 0.5}], "torch:init_scale=1048576", (1, 1, 2.0**19)),
 }
+for _reason in ("spike", "refused"):
+    for _beside in ({}, {"magnitude": 0.0625}):
+        _held = OVERFLOW | {"reason": _reason}
+        LOGS |= {
+            f"{_reason}, {len(_beside)}": (
+                [one | _beside for one in (CLEAN, *[_held] * 5, OVERFLOW, CLEAN)],
+                "torch:growth_interval=2",
+                (3, 1, 2.0**15),
+            ),
+            f"{_reason} alone, {len(_beside)}": (
+                [one | _beside for one in (CLEAN, _held, CLEAN)],
+                "torch:growth_interval=2",
+                (2, 0, 2.0**17),
+            ),
+        }
 
 
-@pytest.mark.parametrize(("steps", "skipped"), LOGS.values(), ids=LOGS)
-def test_the_magnitudes_of_a_log_tell_which_steps_overflow(
-    steps: list[tuple[Any, Any, bool]], skipped: int, tmp_path: Path
+@pytest.mark.parametrize(("steps", "preset", "expected"), LOGS.values(), ids=LOGS)
+def test_a_log_tells_which_steps_overflow(
+    steps: list[dict[str, Any]], preset: str, expected: tuple[int, int, float], tmp_path: Path
 ):
     path = tmp_path / "log.jsonl"
-    path.write_text(
-        "".join(
-            f'{{"scale": {scale}, "magnitude": {magnitude}, "skipped": {str(was_skipped).lower()}}}\n'
-            for scale, magnitude, was_skipped in steps
-        )
-    )
-    assert [row["skipped"] for row in json.loads(run(str(path), "--json")[1])] == [skipped]
-
-
-@pytest.mark.parametrize("magnitude", ["", ', "magnitude": 0.0625'], ids=["", "with magnitudes"])
-@pytest.mark.parametrize("reason", ["spike", "refused"])
-def test_a_step_that_moves_no_scale_is_no_overflow(reason: str, magnitude: str, tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    clean, held, overflow = (
-        f'{{"scale": 65536.0, "skipped": {skipped}, "reason": {why}{magnitude}}}\n'
-        for skipped, why in (("false", "null"), ("true", f'"{reason}"'), ("true", '"overflow"'))
-    )
-    path.write_text(clean + held * 5 + overflow + clean)
-    (row,) = json.loads(run(str(path), "--json", "-p", "torch:growth_interval=2")[1])
-    assert (row["steps"], row["skipped"], row["final_scale"]) == (3, 1, 2.0**15)
-    path.write_text(clean + held + clean)
-    (row,) = json.loads(run(str(path), "--json", "-p", "torch:growth_interval=2")[1])
-    assert (row["skipped"], row["final_scale"]) == (0, 2.0**17)
+    path.write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    assert rows("-p", preset, str(path)) == [(preset, *expected)]
 
 
 def test_the_counts_tell_a_spike_that_was_left_out_from_an_overflow(tmp_path: Path):
@@ -143,36 +135,21 @@ def test_the_counts_tell_a_spike_that_was_left_out_from_an_overflow(tmp_path: Pa
             scaler.step(optimizer)
         scaler.update()
     assert scaler.counts() == {"taken": 5, "overflow": 1, "spike": 1, "refused": 0}
-    (row,) = json.loads(run(str(path), "--json")[1])
-    assert (row["steps"], row["skipped"], row["final_scale"]) == (6, 1, 2.0**15)
+    assert rows(str(path)) == [("torch", 6, 1, 2.0**15)]
 
 
-@pytest.mark.parametrize("magnitude", ["", ', "magnitude": 0.5'], ids=["", "with magnitudes"])
-def test_a_step_whose_closure_was_tried_again_fits_at_the_scale_that_it_came_to(magnitude: str, tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    path.write_text(f'{{"scale": 1048576.0, "new_scale": 65536.0, "skipped": false, "retries": 4{magnitude}}}\n')
-    (row,) = json.loads(run(str(path), "--json", "-p", "torch:init_scale=1048576")[1])
-    assert (row["skipped"], row["final_scale"]) == (1, 2.0**19)
-
-
-def test_presets_are_rows_side_by_side():
-    code, output = run("-p", "torch", "-p", "megatron:hysteresis=3", "COC")
+def test_presets_are_rows_side_by_side_and_one_that_a_policy_ends_says_where():
+    given = ("torch", "megatron:hysteresis=3", "apex:min_scale=65536", "fairseq:min_scale=65536")
+    code, output = run(*(word for name in given for word in ("-p", name)), "COC")
     assert code == 0
-    assert [line.split()[0] for line in output.splitlines() if "1 of 3 (33.3 %)" in line] == [
-        "torch",
-        "megatron:hysteresis=3",
-    ]
-
-
-def test_a_run_that_a_policy_ends_says_where():
-    code, output = run("-p", "apex:min_scale=65536", "-p", "fairseq:min_scale=65536", "COC")
-    assert code == 0
-    assert "1 of 2 (50 %), then an error in step 2" in output
+    shown = [line for name in given for line in output.splitlines() if line.split()[:1] == [name]]
+    assert ["1 of 3 (33.3 %)" in line for line in shown] == [True, True, True, False]
+    assert "1 of 2 (50 %), then an error in step 2" in shown[-1]
 
 
 def test_a_dash_is_the_log_on_stdin():
-    rows = "".join(f'{{"skipped": {value}}}\n' for value in ("true", "false", "true"))
+    log = "".join(f'{{"skipped": {value}}}\n' for value in ("true", "false", "true"))
     command = [sys.executable, "-m", "gradscale", "simulate", "-", "--json"]
-    ended = subprocess.run(command, input=rows, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, input=log, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert [row["skipped"] for row in json.loads(ended.stdout)] == [2]

@@ -25,7 +25,7 @@ def test_world(world): ...
 
 def test_shell(arrays): ...
 
-@pytest.mark.tier("{marked}")
+@pytest.mark.tier("ranks")
 def test_marked(): ...
 """
 FIRST = {"shell[numpy]", "shell[strict]"}
@@ -36,34 +36,23 @@ RANKS = QUICK | OTHERS | {"world[mpi]", "marked"}
 
 
 @pytest.mark.parametrize(
-    ("tier", "is_pure", "expected"),
+    ("tier", "is_pure", "named", "expected"),
     [
-        ("quick", False, QUICK),
-        ("ranks", False, RANKS),
-        ("all", False, RANKS | {"world[mpi-late]"}),
-        ("quick", True, QUICK | OTHERS),
+        ("quick", False, "", QUICK),
+        ("ranks", False, "", RANKS),
+        ("all", False, "", RANKS | {"world[mpi-late]"}),
+        ("quick", True, "", QUICK | OTHERS),
+        # A test that is named by its id is run in any tier.
+        ("quick", False, "::test_world[mpi-late]", {"world[mpi-late]"}),
     ],
 )
-def test_a_tier_takes_its_tests_and_those_before(tmp_path: Path, tier: str, is_pure: bool, expected: set[str]):
-    output = collected(tmp_path, tier, is_pure)
-    assert {line.partition("::test_")[2] for line in output.splitlines() if "::" in line} == expected
-
-
-def test_a_test_that_is_named_by_its_id_is_run_in_any_tier(tmp_path: Path):
-    for name in ("marked", "world[mpi-late]"):
-        output = collected(tmp_path, "quick", False, named=f"::test_{name}")
-        assert [line.partition("::test_")[2] for line in output.splitlines() if "::" in line] == [name]
-
-
-def test_a_tier_that_is_not_there_is_refused(tmp_path: Path):
-    assert "there is no tier 'slow'; known are quick, ranks, all" in collected(tmp_path, "quick", False, "slow")
-
-
-def collected(folder: Path, tier: str, is_pure: bool, marked: str = "ranks", named: str = "") -> str:
-    """Return the output of a collection of the file."""
-    file = folder / "test_kinds.py"
-    file.write_text(FILE.format(is_pure=is_pure, marked=marked))
+def test_a_tier_takes_its_tests_and_those_before(
+    tmp_path: Path, tier: str, is_pure: bool, named: str, expected: set[str]
+):
+    file = tmp_path / "test_kinds.py"
+    file.write_text(FILE.format(is_pure=is_pure))
     command = ["-m", "pytest", "-n", "0", "--collect-only", "-q", "-p", "conftest", "--tier", tier]
     places = ["-c", TESTS.parent / "pyproject.toml", "--rootdir", TESTS.parent, f"{file}{named}"]
     completed = python(*command, *places, PYTHONPATH=os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
-    return completed.stdout + completed.stderr
+    lines = completed.stdout.splitlines()
+    assert {line.partition("::test_")[2] for line in lines if "::" in line} == expected, completed.stderr
