@@ -1,4 +1,4 @@
-"""AxisCollectives and agree: one verdict over named axes, inside compiled functions; ranks that hold other states."""
+"""agree: one verdict over named axes, inside compiled functions; ranks that hold other states."""
 
 from __future__ import annotations
 
@@ -33,25 +33,21 @@ def on_devices(function, *arrays, names: tuple[str, ...] = ("data",), shape=(COU
     return jax.jit(mapped)(*arrays)
 
 
-@pytest.mark.parametrize("axis_name", [("data", "model"), ("model", "data")])
-def test_the_maximum_is_of_all_ranks_and_exact(axis_name: tuple[str, str]):
-    rows = np.random.default_rng(0).integers(-(2**31) + 1, 2**31 - 1, size=(COUNT, 16), dtype=np.int32)
-
-    def reduce(row):
-        collectives = gradscale_jax.AxisCollectives(axis_name)
-        finish = collectives.start_max(row)
-        return finish(), finish(), collectives.rank, jnp.asarray(collectives.size)
-
-    first, second, ranks, sizes = on_devices(reduce, rows, names=("data", "model"), shape=(2, 2))
-    for result in (first, second):
-        assert result.dtype == np.int32
-        assert np.asarray(result).tolist() == [rows.max(axis=0).tolist()] * COUNT
-    assert (sorted(ranks.tolist()), sizes.tolist()) == (list(range(COUNT)), [COUNT] * COUNT)
-
-
 def agree(count=0, **options):
     count = jnp.int32(count) if isinstance(count, int) else count
     return gradscale_jax.agree(count, POLICY.init(jnp.zeros(())), POLICY, **options)
+
+
+@pytest.mark.parametrize("axis_name", [("data", "model"), ("model", "data")])
+def test_the_verdict_is_of_all_ranks_of_several_axes_and_exact(axis_name: tuple[str, str]):
+    for seed in range(3):
+        counts = np.random.default_rng(seed).integers(0, 2**31 - 1, size=(COUNT, 1), dtype=np.int32)
+
+        def judge(count):
+            return agree(count[0], axis_name=axis_name).nonfinite
+
+        found = on_devices(judge, counts, names=("data", "model"), shape=(2, 2))
+        assert (found.dtype, found.tolist()) == (np.int32, [counts.max()] * COUNT)
 
 
 RUN = gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY, axis_name=("data", "model"))
@@ -59,11 +55,11 @@ UNBOUND = (CallOrderError, r"'data'.* is not bound here .* jax\.shard_map")
 REFUSED = [
     *(
         (
-            lambda names=names: gradscale_jax.AxisCollectives(names),
+            lambda names=names: agree(axis_name=names),
             InvalidTypeError,
             "must be the name of a mapped axis",
         )
-        for names in ((), None, ["data", []], {})
+        for names in ((), ["data", []], {})
     ),
     # A mean over ranks, such as by lax.pmean, would be cut to 0.
     *(
@@ -78,11 +74,11 @@ REFUSED = [
         )
         for spike in (np.zeros(2, bool), jnp.zeros((1, 1), bool), [True], "yes")
     ),
-    (lambda: gradscale_jax.AxisCollectives("data"), *UNBOUND),
-    (jax.jit(lambda: gradscale_jax.AxisCollectives("data")), *UNBOUND),
+    (lambda: agree(axis_name="data"), *UNBOUND),
+    (jax.jit(lambda: agree(axis_name="data")), *UNBOUND),
     (lambda: jax.jit(RUN)(POLICY.init(jnp.zeros(())), jnp.ones(2)), *UNBOUND),
     (
-        lambda: on_devices(lambda _: gradscale_jax.AxisCollectives("other").size, np.zeros((COUNT, 1))),
+        lambda: on_devices(lambda _: agree(axis_name="other"), np.zeros((COUNT, 1))),
         CallOrderError,
         "'other' is not bound here",
     ),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +154,23 @@ def test_a_dash_is_the_log_on_stdin():
     ended = subprocess.run(command, input=log, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert [row["skipped"] for row in json.loads(ended.stdout)] == [2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_counts_tell_of_other_optimizers_beside_one_that_is_refused_or_left_out(seed: int, tmp_path: Path):
+    path, chance = tmp_path / "log.jsonl", random.Random(seed)
+    policy = gradscale.presets.torch(growth_interval=2)
+    scaler = gradscale.GradScaler(policy=policy, on_update=gradscale.callbacks.JSONLines(path))
+    optimizers = Tree(), Tree()
+    for _ in range(30):
+        for optimizer in optimizers:
+            deed = chance.choice(["step", "step", "refuse", "leave out"])
+            optimizer.grads = [scaler.scale(np.float32([chance.choice([1.0, 1.0, math.inf])]))]
+            if deed == "refuse":
+                scaler.refuse(optimizer)
+            scaler.unscale_(optimizer)
+            if deed != "leave out" or np.isfinite(optimizer.grads[0]).all():
+                scaler.step(optimizer)
+        scaler.update()
+    (row,) = rows("-p", "torch:growth_interval=2", str(path))
+    assert row[3] == scaler.get_scale()
