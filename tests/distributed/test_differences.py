@@ -207,6 +207,8 @@ def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(library: str,
     usual = PROGRAMS[name]
     for one in outcomes((usual, usual), library):
         assert one.error is None
+        # Of steps that all skip ranks may leave some out.
+        assert max(one.steps) > 2
     pairs = list(variants(usual))[part::4]
     wrong = []
     # A tenth before the last tier, others for each rank.

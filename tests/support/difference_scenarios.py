@@ -56,13 +56,13 @@ class Player(Trainer):
 
     def scale(self, overflow=None):
         """Scale a loss, and give every optimizer its gradients; perhaps one of them overflows."""
-        self.scaler.scale(loss(self.library.split()[0]))
+        self.scaler.scale(loss(self.library.split()[0], 1.0))
         for optimizer, value in zip(self.optimizers, TRUE.values(), strict=True):
             self.give(optimizer, float("inf") if optimizer is overflow else value * self.scaler.get_scale())
 
     def spike(self):
         """Scale a loss that is a spike."""
-        self.scaler.scale(loss(self.library.split()[0]), loss=100.0)
+        self.scaler.scale(loss(self.library.split()[0], 1.0), loss=100.0)
 
     def overflow(self, optimizer):
         """Let one rank of two overflow, whichever it is that makes the usual calls."""
