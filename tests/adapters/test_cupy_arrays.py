@@ -14,6 +14,7 @@ import pytest
 from axes import require
 from cupy_devices import array_on, capture, device_fails, launch_counter, require_device_count, stall
 from optimizers import Tree
+from tiers import later
 from written_rules import assert_clipping_is_written, assert_rule_is_written
 
 import gradscale
@@ -29,6 +30,8 @@ from gradscale import (
 from gradscale.testing import check_backend
 
 pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
+
+SIZES = [1, 7, 1000, 1 << 20, *later("all", (16 << 20) + 3)]
 
 
 def state_of(cupy, scale: float = 4.0):
@@ -281,14 +284,37 @@ def test_the_adapter_can_be_copied_and_pickled(cupy, cupy_backend):
     assert grads[0].get().tolist() == [0.25**3] * 3
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("offset", range(5))
+@pytest.mark.parametrize(("source", "target"), [("float32", "float32"), ("float16", "float32"), ("float16", "float16")])
+def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
+    cupy, cupy_backend, size: int, offset: int, source: str, target: str
+):
+    for place in {0, size // 3, size // 2, size - 1}:
+        x = cupy.ones(size + offset, dtype=source)[offset:]
+        x[place] = np.nan
+        out = x if source == target else cupy.zeros(size + 4 - offset, dtype=target)[4 - offset :]
+        _, nonfinite = cupy_backend.unscale([x], state_of(cupy), out=[out])
+        assert int(nonfinite) == 1
+        assert int(cupy.count_nonzero(out == 0.25)) == size - 1
+        assert bool(cupy.isnan(out[place]))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
-def test_the_norm_of_many_arrays_is_always_the_same(cupy, cupy_backend, dtype: str):
+def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy, cupy_backend, dtype: str):
     rng = np.random.default_rng(0)
-    whole = [cupy.asarray(rng.standard_normal(size), dtype=dtype) for size in rng.integers(0, 50_000, 300).tolist()]
+    sizes = [0, 1, 3, *rng.integers(0, 50_000, 300).tolist()]
+    whole = [cupy.asarray(rng.standard_normal(size), dtype=dtype) for size in sizes]
     grads = [x[::2] if k % 3 == 0 else x for k, x in enumerate(whole)]
-    sums = {float(cupy_backend.unscale_with_squares(grads, state_of(cupy))[2]) for _ in range(3)}
-    wide = np.concatenate([cupy.asnumpy(x).astype(np.complex128) for x in grads]) / 4.0
-    assert [*sums] == [pytest.approx(float(np.sum(np.abs(wide) ** 2)), rel=1e-3 if dtype == "float16" else 1e-6)]
+    sums = set()
+    for _ in range(3):
+        out = [x.copy() for x in grads]
+        made, nonfinite, squares = cupy_backend.unscale_with_squares(grads, state_of(cupy), out=out)
+        sums.add(float(squares))
+        assert int(nonfinite) == 0
+    host = [cupy.asnumpy(x).astype(np.complex128) for x in made]
+    assert sums.pop() == pytest.approx(sum(float(np.sum(np.abs(x) ** 2)) for x in host), rel=1e-12)
+    assert not sums
 
 
 def test_the_host_waits_for_what_it_reads(cupy, cupy_backend):
@@ -375,3 +401,21 @@ def test_each_preset_has_the_bits_of_its_rule_over_numpy(cupy, cupy_backend, nam
 
 def test_clipping_has_the_bits_of_the_pure_core_over_numpy(cupy, cupy_backend):
     assert_clipping_is_written(cupy, cupy_backend)
+
+
+@pytest.mark.parametrize(("max_norm", "launches"), [(None, 50), (1.0, 75)])
+def test_an_iteration_is_some_dozens_of_launches(cupy, max_norm: float | None, launches: int):
+    scaler, optimizer, one = GradScaler(init_scale=8.0), Tree(), cupy.ones((), dtype=np.float32)
+    count, counts = launch_counter(), []
+    for value in (1.0, np.inf, 1.0):
+        grad = cupy.asarray([8.0, value], dtype=np.float32)
+        before = count()
+        scaler.scale(one)
+        optimizer.grads = [grad]
+        if max_norm is not None:
+            scaler.unscale_(optimizer, max_norm=max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        counts.append(count() - before)
+    # The first iteration makes the state.
+    assert counts[0] - 1 == counts[1] == counts[2] <= launches

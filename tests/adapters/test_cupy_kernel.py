@@ -51,28 +51,43 @@ def product(x, factor, target: str):
 
 @pytest.fixture
 def chunked(cupy, cupy_backend, monkeypatch: pytest.MonkeyPatch):
-    """Return what makes kernels take so many elements for each block, and returns how they are called."""
+    """Return what makes kernels take so many elements for each block; they must take all arrays."""
 
     def choose(chunk: int):
         def plan(sources, targets):
             launches, others = plans.plan(sources, targets, chunk)
-            # They must take all arrays.
             assert not others
             return launches, others
 
-        def unscale(sources: list[Any], targets: list[Any], scale: float, squares: bool = False):
-            """Write targets, device arrays or where they are the sources; return the verdict, and a sum of squares."""
-            state = DynamicScale().init(cupy.zeros((), np.float32))
-            state = state._replace(scale=cupy.asarray(scale, dtype=np.float32))
-            call = cupy_backend.unscale_with_squares if squares else cupy_backend.unscale
-            _, verdict, *sums = call(sources, state, out=targets)
-            return (int(verdict), float(sums[0])) if squares else int(verdict)
-
         monkeypatch.setattr(adapter, "CHUNK", chunk)
         monkeypatch.setattr(adapter, "plan", plan)
-        return unscale
+        return Kernels(cupy, cupy_backend)
 
     return choose
+
+
+class Kernels:
+    """The adapter, of NumPy's arrays."""
+
+    def __init__(self, cupy, backend):
+        self.cupy, self._backend = cupy, backend
+
+    def unscale(self, sources: list[Any], targets: list[Any], scale: float) -> int:
+        """Write targets, device arrays or where they are the sources; return the verdict."""
+        return int(self._backend.unscale(sources, self._state(scale), out=targets)[1])
+
+    def square(self, sources: list[Any], targets: list[Any], scale: float) -> tuple[int, float]:
+        """Do the same with the kernels that sum squares; return the verdict and the sum."""
+        _, verdict, squares = self._backend.unscale_with_squares(sources, self._state(scale), out=targets)
+        return int(verdict), float(squares)
+
+    def clip(self, arrays: list[Any], factor):
+        """Multiply device arrays."""
+        self._backend.multiply_in_place(arrays, self.cupy.asarray(factor))
+
+    def _state(self, scale: float):
+        state = DynamicScale().init(self.cupy.zeros((), np.float32))
+        return state._replace(scale=self.cupy.asarray(scale, dtype=np.float32))
 
 
 def test_the_comparison_sees_each_wrong_answer():
@@ -85,7 +100,7 @@ def test_the_comparison_sees_each_wrong_answer():
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("source", "target"), HERE, ids=lambda name: name)
-def test_any_bits_become_what_numpy_makes_of_them(cupy, chunked, source: str, target: str, scale: float):
+def test_any_bits_become_what_numpy_makes_of_them(chunked, source: str, target: str, scale: float):
     rng = np.random.default_rng(0)
     width = np.dtype(TYPES[source]).itemsize
     # Half precision has few enough numbers to take them all; of the others some lie close to where rounding changes.
@@ -98,18 +113,19 @@ def test_any_bits_become_what_numpy_makes_of_them(cupy, chunked, source: str, ta
             between = (halves + np.roll(halves, 1)) / 2 * np.float32(scale)
             beside = np.nextafter(between, np.float32(0))
         x = np.concatenate([x, halves, between, beside])
-    made = cupy.zeros(x.shape, TYPES[target])
-    assert chunked(1000)([cupy.asarray(x)], [made], scale) == 1
+    kernels = chunked(1000)
+    made = kernels.cupy.zeros(x.shape, TYPES[target])
+    assert kernels.unscale([kernels.cupy.asarray(x)], [made], scale) == 1
     assert_same(made.get(), product(x, inverse(scale), target))
 
 
 @pytest.mark.parametrize(("source", "target"), ALL_PAIRS, ids=lambda name: name)
 @given(data=st.data())
 def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
-    cupy, chunked, source: str, target: str, data: st.DataObject
+    chunked, source: str, target: str, data: st.DataObject
 ):
-    unscale = chunked(data.draw(st.integers(1, 70), label="chunk"))
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    kernels = chunked(data.draw(st.integers(1, 70), label="chunk"))
+    cupy, rng = kernels.cupy, np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
     sources, targets, rooms, expected = [], [], [], []
     in_place = source == target and data.draw(st.booleans(), label="in place")
     for _ in range(data.draw(st.integers(1, 5), label="arrays")):
@@ -126,12 +142,12 @@ def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
         rooms.append((room, y))
         expected.append(product(values, inverse(3.0), target).transpose(order))
     if data.draw(st.booleans(), label="squares"):
-        verdict, squares = unscale(sources, targets, 3.0, squares=True)
+        verdict, squares = kernels.square(sources, targets, 3.0)
         parts = [part.astype(np.float64) for x in expected for part in (x.real, x.imag)]
         assert squares == pytest.approx(sum(float(np.sum(part * part)) for part in parts), rel=1e-12)
         assert verdict == 0
     else:
-        assert unscale(sources, targets, 3.0) == 0
+        assert kernels.unscale(sources, targets, 3.0) == 0
     for got, answer, (room, written) in zip(targets, expected, rooms, strict=True):
         assert_same(np.ascontiguousarray(got.get()), np.ascontiguousarray(answer))
         written[...] = 7
@@ -147,43 +163,28 @@ def _placed(cupy, values, offset: int):
 
 
 @pytest.mark.parametrize(("source", "target"), ALL_PAIRS, ids=lambda name: name)
-def test_a_bad_value_is_found_wherever_it_is(cupy, chunked, source: str, target: str):
-    unscale, arrays = chunked(8), [np.ones(size, TYPES[source]) for size in (1, 0, 37, 16)]
-    made = [cupy.zeros(x.shape, TYPES[target]) for x in arrays]
+def test_a_bad_value_is_found_wherever_it_is(chunked, source: str, target: str):
+    kernels, arrays = chunked(8), [np.ones(size, TYPES[source]) for size in (1, 0, 37, 16)]
+    made = [kernels.cupy.zeros(x.shape, TYPES[target]) for x in arrays]
     for index, array in enumerate(arrays):
         for place in range(array.size):
             bad = (np.inf, -np.inf, np.nan)[place % 3]
-            given = [cupy.asarray(x) for x in arrays]
+            given = [kernels.cupy.asarray(x) for x in arrays]
             # Of a complex number the part that comes second.
             given[index][place] = bad if array.dtype.kind != "c" else complex(1.0, bad)
-            verdict, squares = unscale(given, made, 2.0, squares=True)
-            assert (unscale(given, made, 2.0), verdict, np.isfinite(squares)) == (1, 1, False), (index, place)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "value", "scale"),
-    [("float32", "float16", 65520.0, 1.0), ("float64", "float32", 1e39, 1.0), ("float32", "float32", 8.0, 2.0**-126)],
-)
-def test_a_cast_or_a_product_that_overflows_is_found(
-    cupy, chunked, source: str, target: str, value: float, scale: float
-):
-    for part in (1.0, 0.25):
-        x = cupy.asarray(np.array([part * value], TYPES[source]))
-        assert chunked(64)([x], [cupy.zeros(1, TYPES[target])], scale) == (part == 1.0)
+            verdict, squares = kernels.square(given, made, 2.0)
+            assert (kernels.unscale(given, made, 2.0), verdict, np.isfinite(squares)) == (1, 1, False), (index, place)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 0.3, 0.0, 1.5, np.nan])
 @pytest.mark.parametrize("dtype", dict(ALL_PAIRS))
-def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(
-    cupy, cupy_backend, chunked, dtype: str, factor: float
-):
-    rng = np.random.default_rng(0)
-    chunked(64)
+def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(chunked, dtype: str, factor: float):
+    kernels, rng = chunked(64), np.random.default_rng(0)
     shapes: list[tuple[int, ...]] = [(), (3,), (0,), (9, 8), (700,)]
     before = [np.asarray(100 * rng.standard_normal(shape)).astype(TYPES[dtype]) for shape in shapes]
     before.append(np.array([np.inf, -np.inf, np.nan, -0.0, 0.0], TYPES[dtype]))
-    by, arrays = np.array(factor, np.float32), [cupy.asarray(x) for x in before]
-    cupy_backend.multiply_in_place(arrays, cupy.asarray(by))
+    by, arrays = np.array(factor, np.float32), [kernels.cupy.asarray(x) for x in before]
+    kernels.clip(arrays, by)
     for got, x in zip(arrays, before, strict=True):
         assert_same(got.get(), product(x, by, dtype) if factor < 1.0 else x)
 
@@ -228,3 +229,15 @@ def test_threads_that_do_not_work_together_are_seen(line: str, changed: str, tmp
     (tmp_path / "unscale.cu").write_text(source.replace(line, changed) if line else source)
     completed = python("-c", ANSWERING, tmp_path)
     assert (completed.stdout.strip() == ANSWERS) is (not line), completed.stdout + completed.stderr
+
+
+def test_a_cast_that_overflows_is_found(chunked):
+    kernels = chunked(64)
+
+    def verdict(value: float, scale: float, source: str, target: str) -> int:
+        x = kernels.cupy.asarray(np.array([value], TYPES[source]))
+        return kernels.unscale([x], [kernels.cupy.zeros(1, TYPES[target])], scale)
+
+    for source, target, value in (("float32", "float16", 65520.0), ("float64", "float32", 1e39)):
+        assert [verdict(part * value, 1.0, source, target) for part in (1.0, 0.25)] == [1, 0]
+    assert [verdict(value, 2.0**-126, "float32", "float32") for value in (2.0, 8.0)] == [0, 1]

@@ -23,7 +23,7 @@ from optimizers import Tree
 from recipe_blocks import run_on
 
 import gradscale
-from gradscale import BackendError, CallOrderError, CollectiveTimeoutError, ShardedGradScaler
+from gradscale import BackendError, BackendNotAvailableError, CallOrderError, CollectiveTimeoutError, ShardedGradScaler
 from gradscale.core.protocols import GroupBackend
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.testing import check_collectives, run_ranks
@@ -333,6 +333,30 @@ def test_errors_of_cuda_are_said_where_a_collective_is_begun_and_read(
 
 
 @of_cupy
+def test_a_step_over_two_groups_waits_for_each_once(cupy, comm, nccl, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
+    def query(event: int) -> int:
+        asked.append(event)
+        return cupy.cuda.runtime.eventQuery(event)
+
+    runtime = SimpleNamespace(eventQuery=query, CUDARuntimeError=cupy.cuda.runtime.CUDARuntimeError)
+    monkeypatch.setattr(nccl.adapter, "runtime", runtime)
+    groups = [nccl.collectives(one, timeout=PATIENCE) for one in (comm, nccl.make(1, nccl.name(), 0))]
+    scaler, optimizer = ShardedGradScaler(group=groups), Tree([cupy.ones(1, dtype=np.float32)])
+    for _ in range(2):
+        # The first step compares the ranks' versions, too.
+        scaler.scale(cupy.ones((), dtype=np.float32))
+        asked.clear()
+        scaler.unscale_(optimizer)
+        is_waiting = bool(asked)
+        asked.clear()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (is_waiting, optimizer.steps, len(set(asked))) == (False, 2, 2)
+
+
+@of_cupy
 def test_what_cannot_be_reduced_is_an_error_before_it_is_sent(cupy, comm, nccl):
     collectives = nccl.collectives(comm, timeout=PATIENCE)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -355,6 +379,24 @@ def test_a_destroyed_communicator_is_an_error(cupy, comm, nccl):
     for call in (lambda: collectives.start_max(vector(cupy, 1)), lambda: nccl.collectives(comm, timeout=1.0)):
         with pytest.raises(BackendError, match="was destroyed or aborted: pass another one"):
             call()
+
+
+@of_cupy
+@pytest.mark.parametrize(
+    ("driver", "said"),
+    [(13020, "python -m pip install nvidia-nccl-cu13$"), (0, "no CUDA driver here: install NVIDIA's driver")],
+    ids=["library", "device"],
+)
+def test_what_is_missing_is_named(cupy, nccl, driver: int, said: str, monkeypatch: pytest.MonkeyPatch):
+    from gradscale_cupy import availability
+
+    monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+    runtime = SimpleNamespace(
+        driverGetVersion=lambda: driver, runtimeGetVersion=lambda: 13020, getDeviceCount=lambda: int(driver > 0)
+    )
+    monkeypatch.setattr(availability, "runtime", runtime)
+    with pytest.raises(BackendNotAvailableError, match=said):
+        nccl.collectives(None, timeout=1.0)
 
 
 @of_cupy
