@@ -130,6 +130,7 @@ def test_unscaling_outside_jit_is_compiled_once_for_each_set_of_shapes():
 
 
 ONE, TWO = gradscale.StaticScale(1.0), gradscale.StaticScale(2.0)
+PRODUCT = re.compile(r"= f(?:16|32)\[7\]\S* (?:multiply|divide)\(")
 # A negative zero, a subnormal, and NaNs whose payload a multiplication makes quiet or keeps.
 WORDS = [[0x80000000, 0x3F800000, 0x00000001] + [0x7F7FFFFF] * 4, [0x7F800001, 0xFFC12345] + [0x80000000] * 5]
 
@@ -173,6 +174,23 @@ def test_a_scale_of_1_leaves_every_bit_of_a_gradient(words: list[int]):
     assert words_of(optimizer.grads[0]) == words
     scaler.step(optimizer)
     assert scaler.last_step(optimizer).skipped is (words is WORDS[1])
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float16], ids=["kept", "cast"])
+@pytest.mark.parametrize("how", ["value_and_grad", "scaled"])
+def test_no_gradient_is_multiplied_in_a_compiled_step_whose_policy_keeps_a_scale_of_1(how: str, dtype):
+    optax = require("optax")
+    gradient, products = from_words(WORDS[0]), []
+    for policy in (ONE, TWO):
+        tx = gradscale_jax.scaled(optax.identity(), policy, dtype=dtype)
+        state = policy.init(gradient) if how == "value_and_grad" else tx.init(gradient)
+        compiled = (
+            judged(policy, dtype).lower(state, gradient)
+            if how == "value_and_grad"
+            else jax.jit(tx.update).lower(gradient, state)
+        )
+        products.append(len(PRODUCT.findall(compiled.compile().as_text())))
+    assert products[0] == 0 < products[1]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
