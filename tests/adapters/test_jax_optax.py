@@ -38,11 +38,11 @@ def test_state_in_which_an_epsilon_is_zero_is_refused_unless_a_dtype_is_given():
     # Not of the parameters.
     scaled(optax.adam(0.1, mu_dtype="float16")).init({"w": jnp.ones(2)})
     scaled(dtype=jnp.float16).init({"w": jnp.ones(2, jnp.float16)})
-    for tx, dtype in ((scaled(dtype=jnp.float32), jnp.float16), (scaled(), jnp.float32)):
+    for tx, dtype, rtol in ((scaled(dtype=jnp.float32), jnp.float16, 1e-4), (scaled(), jnp.float32, 1e-3)):
         params, narrow = {"w": jnp.ones(2, dtype)}, {"w": jnp.asarray([1024.0, 0.0], jnp.float16)}
         updates, _ = jax.jit(tx.update)(narrow, tx.init(params), params)
         # The second is an unused row, whose gradient is 0.
-        np.testing.assert_allclose(updates["w"], [-0.1, 0.0], rtol=1e-4)
+        np.testing.assert_allclose(updates["w"], [-0.1, 0.0], rtol=rtol)
 
 
 @pytest.mark.tier("ranks")
