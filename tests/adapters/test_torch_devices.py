@@ -691,6 +691,22 @@ def test_a_stalled_run_is_told_once_the_late_verdicts_have_come_and_given_up_in_
     assert run.scaler.counts() == {"taken": 1, "overflow": 5, "spike": 0, "refused": 0}
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
+def test_ranks_of_which_none_has_scaled_are_told_so_when_the_verdict_has_come(cuda, optimizer: str):
+    scaler = GradScaler("cuda", init_scale=8.0, group=groups_in_use(1), allow_fp16_grads=True)
+    run = run_on(scaler, optimizer, "cuda:0")
+    run.iterate(1.0)
+    run.parameter.grad = torch.ones(5, device="cuda:0")
+
+    def train():
+        run.step()
+        cuda.finish(0)
+        assert scaler.counts()["taken"] == 2
+
+    with pytest.warns(UserWarning, match="called in iteration 2, and the gradients of all ranks are divided"):
+        train()
+
+
 # Spikes, guards, and optimizers in wrappers.
 
 RULE = gradscale.SkipSpikes(window=4, min_values=2, of="norm")
