@@ -9,7 +9,8 @@ import pytest
 from axes import require
 
 import gradscale
-from gradscale import GradScaler, InvalidTypeError, InvalidValueError, SkipSpikes
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, SkipSpikes
+from gradscale.core.arithmetic import fingerprint
 from gradscale.testing import check_backend, check_library
 
 mx = require("mlx")
@@ -18,6 +19,7 @@ import gradscale_mlx  # noqa: E402
 pytestmark = pytest.mark.mlx
 
 DTYPES = ("float16", "bfloat16", "float32", "complex64", "float64")
+POLICY = DynamicScale(init_scale=1024.0, growth_interval=2)
 
 
 class Descent:
@@ -65,6 +67,14 @@ def test_mlx_needs_no_adapter_for_the_pure_functions():
     assert not hasattr(mx.array, "device")
 
 
+@pytest.mark.xfail(raises=AttributeError, reason="array_api_compat has nothing for MLX's arrays, which have no device")
+def test_array_api_compat_knows_where_an_array_of_mlx_is():
+    # When this passes, device and on of core/arithmetic.py can go for array_api_compat's own device() and constructors.
+    import array_api_compat
+
+    array_api_compat.device(mx.zeros(1))
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES[:3], "float64"])
 def test_bits_tell_subnormals_infinities_and_nan_apart(dtype: str):
     tiny = 2.0**-15 if dtype == "float16" else 2.0**-127
@@ -92,6 +102,27 @@ def test_an_iteration_evaluates_once(evaluations: Counter[str]):
     assert (descent.steps, scaler.get_scale(), descent.weights.tolist()) == (5, 512.0, [0.5**5] * 3)
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_the_pure_functions_under_compile_give_the_bits_they_give_outside(bad: float):
+    def step(weights, state, factor):
+        grads = mx.grad(lambda w: gradscale.scale((w * w * factor).sum(), state))(weights)
+        grads, nonfinite = gradscale.unscale(grads, state)
+        moved = {"w": weights - 0.3 * grads}
+        return gradscale.select(nonfinite == 0, moved, {"w": weights})["w"], POLICY.update(state, nonfinite=nonfinite)
+
+    ends = []
+    for call in (step, mx.compile(step)):
+        weights, state = mx.array([1.0, -2.0, 1e-3]), POLICY.init(mx.zeros(()))
+        for iteration in range(8):
+            weights, state = call(weights, state, mx.array(bad if iteration in (2, 3) else 1.0))
+        mx.eval(weights, state)
+        assert isinstance(state, gradscale.ScaleState)
+        ends.append((weights.tolist(), gradscale_mlx.backend.read(fingerprint(state))))
+    assert ends[0] == ends[1]
+    # Doubled after two clean steps, halved twice, doubled twice again.
+    assert gradscale_mlx.backend.read(state.scale[None].astype(mx.int32)) == [2048]
+
+
 def test_a_scaler_in_a_function_that_mlx_transforms_says_what_to_call():
     def step(weights):
         scaler, descent = GradScaler(), Descent()
@@ -101,6 +132,17 @@ def test_a_scaler_in_a_function_that_mlx_transforms_says_what_to_call():
     for transform in (mx.compile, mx.vmap):
         with pytest.raises(InvalidTypeError, match=r"transforms cannot do, got: .*outside of mx.compile"):
             transform(step)(mx.ones((2, 3)))
+
+
+def test_a_scale_that_was_compiled_in_is_warned_of_in_the_next_iteration():
+    scaler, descent = GradScaler(), Descent()
+    compiled = mx.compile(mx.grad(lambda w: scaler.scale((w * w).sum())))
+    descent.grads = compiled(descent.weights)
+    scaler.step(descent)
+    scaler.update()
+    descent.grads = compiled(descent.weights)
+    with pytest.warns(UserWarning, match=r"scale\(\) was not called in iteration 2"):
+        scaler.step(descent)
 
 
 def test_master_gradients_and_dtypes_that_are_none_are_told_apart():
