@@ -10,7 +10,7 @@ from axes import require
 from axes_jax import gradscale_jax, jax, jnp
 
 import gradscale
-from gradscale import CallOrderError, DynamicScale, InvalidTypeError, InvalidValueError
+from gradscale import CallOrderError, DynamicScale, InvalidTypeError, InvalidValueError, ScaleState
 from gradscale.testing import run_ranks
 
 pytestmark = pytest.mark.jax
@@ -121,3 +121,27 @@ def test_a_verdict_is_no_python_bool_and_cannot_be_checked_while_it_is_traced():
     with pytest.raises(CallOrderError, match="outside of jit"):
         jax.jit(lambda w: run(state, w).verdict.check(POLICY))(w)
     assert bool(run(state, w).verdict.finite)
+
+
+@pytest.mark.tier("ranks")
+def test_nan_debugging_lets_a_compiled_skip_pass():
+    @jax.jit
+    def step(state: ScaleState, w, x):
+        scaled = gradscale_jax.value_and_grad(lambda w: jnp.sum(w * x), POLICY)(state, w)
+        return scaled.state, gradscale_jax.select(scaled.verdict.finite, w - scaled.grads, w)
+
+    with jax.debug_nans(True):
+        state, w = step(first(), jnp.ones(2), jnp.asarray([jnp.inf, 1.0]))
+    assert (float(state.scale), w.tolist()) == (2.0**15, [1.0, 1.0])
+
+
+@pytest.mark.tier("ranks")
+def test_trees_from_a_checkpoint_are_taken():
+    state = first(DynamicScale(init_scale=4.0))
+    for function in (gradscale_jax.unscale, jax.jit(gradscale_jax.unscale)):
+        unscaled, nonfinite = function({"a": np.ones(2, np.float32), "b": jnp.ones(1)}, state)
+        assert (unscaled["a"].tolist(), unscaled["b"].tolist(), int(nonfinite)) == ([0.25, 0.25], [0.25], 0)
+    assert gradscale_jax.scale(2.0, state).item() == 8.0
+    chosen = gradscale_jax.select(jnp.asarray(False), {"a": jnp.ones(1)}, {"a": np.zeros(1, np.float32)})
+    assert isinstance(chosen["a"], jax.Array)
+    assert chosen["a"].tolist() == [0.0]

@@ -1,8 +1,9 @@
-"""Torch's own kernel that adapts a scale as an oracle, bit for bit."""
+"""Torch's own kernels and scaler as oracles, bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,13 @@ from hypothesis import strategies as st
 from libraries import Library, opened
 from runs import start
 
+import gradscale
 from gradscale import DynamicScale
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:overflow encountered in (cast|multiply):RuntimeWarning"),
+]
 
 SMALLEST, LARGEST = 2.0**-126, float(np.finfo(np.float32).max)
 
@@ -49,3 +54,59 @@ def test_update_is_torchs(
     # Torch goes on into the subnormals, and to 0.
     expected = (new_scale.item(), new_tracker.item()) if new_scale >= SMALLEST else (SMALLEST, 0)
     assert arrays.state(state)[:2] == expected
+
+
+# unscale.
+
+PATTERNS: dict[str, Any] = {"float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
+
+
+def torch_unscale(grads: list[Any], scale: float):
+    """Return torch's gradients and verdict, given NumPy's."""
+    tensors = [torch.from_numpy(grad.copy()) for grad in grads]
+    inverse = torch.tensor(scale).double().reciprocal().float()
+    found = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
+    return [tensor.numpy() for tensor in tensors], bool(found.item())
+
+
+def check_unscale(arrays: Library, grads: list[Any], scale: float):
+    """Compare bits and verdict."""
+    names = [grad.dtype.name for grad in grads]
+    theirs, their_verdict = torch_unscale(grads, scale)
+    state = start(arrays, DynamicScale(init_scale=scale))
+    ours, nonfinite = gradscale.unscale([arrays.xp.asarray(grad) for grad in grads], state)
+    for name, mine, other in zip(names, ours, theirs, strict=True):
+        arrays.assert_array(mine, other, name)
+    bad = sum(not np.isfinite(other).all() for other in theirs)
+    assert arrays.item(nonfinite) == bad
+    # Torch judges what it is given, and we what is stored: they differ where a finite value overflows.
+    assert their_verdict == any(not np.isfinite(grad).all() for grad in grads)
+    if their_verdict != (bad > 0):
+        assert scale < 1.0
+
+
+@given(
+    data=st.data(),
+    scale=st.one_of(st.sampled_from([2.0**16, 1.0, 2.0**-4, 3.0]), st.floats(SMALLEST, LARGEST, width=32)),
+)
+def test_unscale_is_torchs_whatever_the_dtypes_and_the_bits(arrays: Library, data, scale: float):
+    grads = []
+    for dtype in data.draw(st.lists(st.sampled_from(list(PATTERNS)), max_size=3)):
+        unsigned = PATTERNS[dtype]
+        bits = data.draw(st.lists(st.integers(0, int(np.iinfo(unsigned).max)), max_size=5))
+        grads.append(np.asarray(bits, unsigned).view(dtype))
+    check_unscale(arrays, grads, scale)
+
+
+def test_unscale_of_bfloat16_is_torchs():
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for scale in (65536.0, 3.0, 2.0**-10):
+        theirs = patterns.clone().view(torch.bfloat16)
+        found, inverse = torch.zeros(()), torch.tensor(scale).double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_([theirs], found, inverse)
+        state = DynamicScale(init_scale=scale).init(torch.zeros(()))
+        [ours], nonfinite = gradscale.unscale([patterns.view(torch.bfloat16)], state)
+        both_nan = torch.isnan(ours) & torch.isnan(theirs)
+        assert bool((both_nan | (ours.view(torch.int16) == theirs.view(torch.int16))).all())
+        assert (found.item(), nonfinite.item()) == (1.0, 1)
