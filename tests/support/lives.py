@@ -250,7 +250,9 @@ class Model:
     def warnings(self, k: int, has_norm: bool) -> list[str]:
         """Return what a process alone is warned of before gradients are divided."""
         is_one = isinstance(self.policy, StaticScale) and (self.used or self.state).scale == 1.0
-        is_unscaled = not (self.has_group or self.used or self.turns[k].is_zero or is_one or self.knows_unscaled)
+        turn = self.turns[k]
+        is_excused = self.has_group or self.used or self.rank in turn.refused or turn.is_zero
+        is_unscaled = not (is_excused or is_one or self.knows_unscaled)
         self.knows_unscaled = self.knows_unscaled or is_unscaled
         said = [f"scale() was not called in iteration {self.iteration}, and the gradients of"] * is_unscaled
         return said + ["found nothing in this step"] * self.has_nothing(k, has_norm)
