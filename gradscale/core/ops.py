@@ -67,7 +67,8 @@ def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object =
     out : same as grads, optional
         Arrays to write to, of equal shapes and any floating dtypes, such as float32 masters that are there already, or
         the gradients themselves. A library whose arrays cannot be written (JAX) gives new ones of these dtypes.
-        InvalidValueError for another structure or shape, or together with ``dtype``.
+        InvalidValueError for another structure or shape, for two arrays of one gradient that stands twice, or together
+        with ``dtype``.
 
     Returns
     -------
@@ -105,10 +106,9 @@ def _require_state(state: object) -> None:
 
 
 def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: ScaleState) -> list[Array]:
-    pairs: list[tuple[Array, Array]] = []
-    tree.map_leaves(lambda grad, target: pairs.append((grad, target)), grads, out)
-    targets = {id(grad): target for grad, target in pairs}
-    outs = [targets[id(grad)] for grad in chosen]
+    targets: dict[int, list[Array]] = {id(grad): [] for grad in chosen}
+    tree.map_leaves(lambda grad, target: targets.get(id(grad), []).append(target), grads, out)
+    outs = [first for first, *_ in targets.values()]
     written = floating_leaves(outs, array_namespace(state.scale), what="out")
     for grad, target in zip(chosen, outs, strict=True):
         if getattr(target, "shape", None) != grad.shape:
@@ -119,7 +119,7 @@ def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: S
         if (kind_of(target) is Kind.COMPLEX) is not (kind_of(grad) is Kind.COMPLEX):
             msg = f"out must be complex for a complex gradient and for no other, got {target.dtype} for {grad.dtype}"
             raise InvalidValueError(msg)
-    is_split = any(is_array_api_obj(target) and targets[id(grad)] is not target for grad, target in pairs)
+    is_split = any(target is not first for first, *others in targets.values() for target in others)
     if len(written) != len(outs) or is_split:
         msg = "out must hold a floating array for each gradient, each once; one that stands twice has one array"
         raise InvalidValueError(msg)

@@ -55,7 +55,7 @@ class Pending:
         is_unscaled: bool = False,
     ) -> None:
         self.found, self.state, self.groups = found, state, groups
-        count, scaled = found.nonfinite, 0 if not_scaled else 2 - is_unscaled
+        count, scaled = found.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2
         presence = (not_scaled or Presence.SOME) if found.has_gradients else Presence.NONE
         self._is_idle = presence is Presence.ZEROS and not groups
         # The state as numbers, if the host knows them; alone, of the scale.
