@@ -8,9 +8,9 @@ from typing import overload
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import as_0d_array
+from gradscale.core.arithmetic import as_0d_array, library_name
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
+from gradscale.core.protocols import Array, Collectives, Namespace, Policy, ScaleState
 from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
@@ -103,12 +103,12 @@ class GroupAgreement:
         if not isinstance(state, ScaleState):
             msg = f"state must be a ScaleState, got {shown(state)}"
             raise InvalidTypeError(msg)
-        _require_0d("nonfinite", nonfinite, "int32", "unscale")
+        xp = array_namespace(state.scale)
+        _require_0d("nonfinite", nonfinite, xp, "int32", "unscale")
         if spike is not None:
-            _require_0d("spike", spike, "bool", "SkipSpikes.judge")
+            _require_0d("spike", spike, xp, "bool", "SkipSpikes.judge")
         backend = registry.backend_for(state.scale)
         backend.forbid_tracing("GroupAgreement")
-        xp = array_namespace(state.scale)
         # Ranks of which some skip spikes would train on apart.
         call = Call.GROUP_AGREEMENT if spike is None else Call.GROUP_AGREEMENT_ON_SPIKES
         scaler, settings = agreement.number_over(self._groups[0]), agreement.identify(self._policy)
@@ -136,9 +136,10 @@ class GroupAgreement:
         return agreed, xp.full_like(agreed, verdict.reason is Reason.SPIKE, dtype=spike.dtype)
 
 
-def _require_0d(name: str, x: Array, dtype: str, source: str) -> None:
-    xp = array_namespace(x) if is_array_api_obj(x) else None
+def _require_0d(name: str, x: Array, xp: Namespace, dtype: str, source: str) -> None:
+    is_one = is_array_api_obj(x) and array_namespace(x) is xp and x.shape == ()
     # A kind of the standard: a library may call the dtype itself otherwise.
-    if xp is None or x.shape != () or not xp.isdtype(x.dtype, dtype if dtype == "bool" else getattr(xp, dtype)):
-        msg = f"{name} must be a 0-d {dtype} array, such as {source} returns, got {x!r}"
+    if not is_one or not xp.isdtype(x.dtype, dtype if dtype == "bool" else getattr(xp, dtype)):
+        kind = f"{dtype} array of the state's library, {library_name(xp)}"
+        msg = f"{name} must be a 0-d {kind}, such as {source} returns, got {type(x).__name__} {shown(x)}"
         raise InvalidTypeError(msg)

@@ -89,7 +89,9 @@ def test_replicated_ranks_that_decide_alone_tell_once(fused: bool):
     each(GlooWorld(2), scenarios.callbacks_without_a_group, [(fused,)])
 
 
-def test_a_count_of_another_dtype_and_a_spike_that_is_no_flag_are_refused():
+def test_a_count_of_another_dtype_or_library_and_a_spike_that_is_no_flag_are_refused():
+    import array_api_strict as strict
+
     policy = gradscale.DynamicScale()
     agree, state = GroupAgreement(scenarios.Alone(), policy), policy.init(like=np.zeros((), np.float32))
     for dtype in ("uint32", "int64", "int16", "float32", "bool"):
@@ -98,3 +100,6 @@ def test_a_count_of_another_dtype_and_a_spike_that_is_no_flag_are_refused():
     for spike in (True, np.zeros(1, bool), np.zeros((), np.int32), 0):
         with pytest.raises(gradscale.InvalidTypeError, match="spike must be a 0-d bool array"):
             agree(np.zeros((), np.int32), state, spike)
+    for wrong in ((strict.asarray(0, dtype=strict.int32),), (np.zeros((), np.int32), strict.asarray(False))):
+        with pytest.raises(gradscale.InvalidTypeError, match=r"array of the state's library, numpy, such as .* got Ar"):
+            agree(wrong[0], state, *wrong[1:])
