@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from axes import require_program
+from axes import is_torch_2_6, require_program
 from axes_torch import GradScaler, torch
 from small_torch import KERNEL, Small, without_kernel
 
@@ -166,6 +166,8 @@ def test_the_functional_core_compiles_without_a_break():
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1000.0), ("bfloat16", 3e38)])
 def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: str, value: float):
     require_program("c++")
+    if is_torch_2_6():
+        pytest.skip("torch 2.6: its compiler fails in array-api-compat, which asks for modules that are not imported")
     state = DynamicScale(init_scale=2.0**-10).init(torch.zeros(()))
     compiled = torch.compile(lambda grads, state: gradscale.unscale(grads, state))
     for largest, is_bad in ((1.0, False), (value, True), (-value, True)):

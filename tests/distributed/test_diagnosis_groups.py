@@ -19,7 +19,7 @@ pytestmark = [
         r"ignore:scale\(\) was not called:UserWarning", "ignore:(invalid value|overflow) encountered:RuntimeWarning"
     ),
     # JAX has no float64 unless asked for it.
-    pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype .*float64:UserWarning"),
 ]
 
 

@@ -649,7 +649,7 @@ class Known:
             return name.startswith("set_") or name in ("assign", "put_scale", "make_state", "judge", "found")
         self._is_under_way = name in ("scale", "train") or (self._is_under_way and name not in ("update", "new_scale"))
         is_scaled = name == "train" and True not in arguments
-        loads = ("load", "restore", "pickle", "deepcopy", "exchange")
+        loads = ("load", "restore", "pickle", "deepcopy", "exchange", *(["assign"] if scaler._scale is None else []))
         self._is_loaded = name in loads or (self._is_loaded and not is_scaled)
         self._is_looked_at = name in ("judge", "found") or (self._is_looked_at and name not in ("update", "new_scale"))
         return False
