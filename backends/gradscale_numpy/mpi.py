@@ -13,7 +13,7 @@ from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.extras import needs, remedy
-from gradscale.waiting import GroupWait, forbid_forked, on_fork, require_message
+from gradscale.waiting import GroupWait, forbid_forked, on_fork, poll, require_message
 
 with needs("gradscale_numpy.mpi", "mpi"):
     try:
@@ -26,8 +26,10 @@ with needs("gradscale_numpy.mpi", "mpi"):
 
 _Vector: TypeAlias = NDArray[Any]
 
-# Requests that are not done, also if they were given up, with the buffers that MPI still reads and writes.
-_under_way: dict[int, tuple[object, ...]] = {}
+# Requests that are not done, also if they were given up, with their communicator and the buffers that MPI still uses.
+_under_way: dict[int, tuple[Any, ...]] = {}
+# Seconds that a message may take to end when its communicator is freed, to which all ranks have come by then.
+_ENDING = 2.0
 
 
 # In a child after fork: the process that has initialised its MPI.
@@ -77,8 +79,12 @@ class _Duplicate:
 
     def free(self) -> None:
         """Free the communicator, unless a rank has been lost, since freeing waits for all of them."""
-        if not self.is_given_up and not MPI.Is_finalized():
-            self.comm.Free()
+        if self.is_given_up or MPI.Is_finalized():
+            return
+        # Open MPI goes on with messages of communicators that are gone, and crashes.
+        under_way = [request for request, comm, *_ in _under_way.values() if comm is self.comm]
+        poll(lambda: all(request.Test() for request in under_way), _ENDING)
+        self.comm.Free()
 
 
 @functools.cache
@@ -158,7 +164,7 @@ class MPICollectives:
         send = np.ascontiguousarray(x) if is_host else np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
         receive = np.empty_like(send)
         request = self._group.run(self._comm.Iallreduce, send, receive, op=MPI.MAX)
-        _under_way[id(request)] = (request, send, receive)
+        _under_way[id(request)] = (request, self._comm, send, receive)
 
         def finish() -> Array:
             self._wait(request, "the agreement on a step")

@@ -52,7 +52,13 @@ def test_int32_vectors_of_any_layout_are_reduced_and_nothing_else(processes: Pro
 
 
 @pytest.mark.parametrize(
-    "scenario", [scenarios.what_is_no_communicator, scenarios.dropped_by_mpi, scenarios.many_scalers]
+    "scenario",
+    [
+        scenarios.what_is_no_communicator,
+        scenarios.dropped_by_mpi,
+        scenarios.freed_before_its_end,
+        scenarios.many_scalers,
+    ],
 )
 def test_communicators(mpi: MPIWorld, scenario):
     agree(mpi, scenario, [()])

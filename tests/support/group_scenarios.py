@@ -184,6 +184,21 @@ def what_is_no_communicator(comm):
 
 
 @alone
+def freed_before_its_end(comm):
+    """Free communicators over which a message is under way, to which one rank comes late or never."""
+    for late in range(comm.size):
+        for comes in (True, False):
+            short_lived = comm.Dup()
+            collectives = registry.collectives_for(short_lived, 5.0)
+            if comm.rank == late:
+                time.sleep(0.05)
+            if comes or comm.rank != late:
+                collectives.start_max(np.zeros(21, np.int32))
+            short_lived.Free()
+            comm.Barrier()
+
+
+@alone
 def dropped_by_mpi(comm):
     """Start a reduction and forget it before the other ranks have come; MPI still needs its memory."""
     collectives = registry.collectives_for(comm, 5.0)
