@@ -6,10 +6,11 @@ two, and looks at each array of float32 several times.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,8 @@ Array = NDArray[Any]
 # Arrays of one call: the call takes longer than a small array.
 _TOGETHER = 32
 
-# Elements of float32; NumPy looks at more of them, which no cache holds, in three quarters of the time.
-_LARGE = 1 << 20
-
 _ONLY_SINGLES = frozenset([np.dtype(np.float32)])
-_dtype, _size = operator.attrgetter("dtype"), operator.attrgetter("size")
+_dtype = operator.attrgetter("dtype")
 
 _f4 = np.float32
 _u2 = np.uint16
@@ -38,21 +36,34 @@ _u4 = np.uint32
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
+# Compiled as a part of the loops that call them; no fast-math, which assumes that there are no infinities and NaNs.
+_inner = numba.njit(nogil=True)
+
+
 def _compiled(function: _Function) -> _Function:
-    """Compile a function at its first call; no fast-math, which assumes that there are no infinities and NaNs."""
-    try:
-        compiled: _Function = numba.njit(function, cache=True, nogil=True)
-    except RuntimeError:  # there is no folder to keep the machine code in
-        compiled = numba.njit(function, nogil=True)
-    return compiled
+    """Compile a loop at its first call, and keep the machine code on disk."""
+    loops: list[Callable[..., object]] = []
+
+    @functools.wraps(function)
+    def run(*arguments: object) -> object:
+        try:
+            if not loops:
+                loops.append(numba.njit(function, cache=True, nogil=True))
+            return loops[0](*arguments)
+        except Exception:
+            # There is no folder for it, or what is in it cannot be read or written; the loop has not run yet.
+            loops[:] = [numba.njit(function, nogil=True)]
+            return loops[0](*arguments)
+
+    return cast("_Function", run)
 
 
 def is_enabled() -> bool:
     """Return whether Numba compiles at all, which ``NUMBA_DISABLE_JIT=1`` prevents."""
-    return hasattr(_scale_halves, "py_func")
+    return hasattr(_half_to_single, "py_func")
 
 
-@_compiled
+@_inner
 def _half_to_single(half: np.uint16) -> np.float32:
     magnitude = _u4(half) & _u4(0x7FFF)
     subnormal = _f4(_f4(np.int32(magnitude)) * _f4(2.0**-24)).view(_u4)
@@ -63,7 +74,7 @@ def _half_to_single(half: np.uint16) -> np.float32:
     return _u4(bits | ((_u4(half) & _u4(0x8000)) << _u4(16))).view(_f4)
 
 
-@_compiled
+@_inner
 def _single_to_half(single: np.float32) -> np.uint16:
     bits = _f4(single).view(_u4)
     magnitude = _u4(bits & _u4(0x7FFFFFFF))
@@ -77,12 +88,12 @@ def _single_to_half(single: np.float32) -> np.uint16:
     return _u2(half | ((bits >> _u4(16)) & _u4(0x8000)))
 
 
-@_compiled
+@_inner
 def _bfloat_to_single(bfloat: np.uint16) -> np.float32:
     return _u4(_u4(bfloat) << _u4(16)).view(_f4)
 
 
-@_compiled
+@_inner
 def _single_to_bfloat(single: np.float32) -> np.uint16:
     bits = _f4(single).view(_u4)
     # A NaN stays one: it was a bfloat16, so that the lower half, which could carry over, is zero.
@@ -109,8 +120,8 @@ def _scale_bfloats(array: Array, factor: np.float32) -> bool:
     return nonfinite
 
 
-@_compiled
-def _scale_singles(array: Array, factor: np.float32) -> bool:
+@_inner
+def _scale_single(array: Array, factor: np.float32) -> bool:
     largest = _u4(0)
     for i in range(array.size):
         if factor != 1:
@@ -121,10 +132,15 @@ def _scale_singles(array: Array, factor: np.float32) -> bool:
 
 
 @_compiled
+def _scale_singles(array: Array, factor: np.float32) -> bool:
+    return _scale_single(array, factor)
+
+
+@_compiled
 def _scale_together(arrays: tuple[Array, ...], factor: np.float32) -> int:
     nonfinite = 0
     for array in arrays:
-        nonfinite += _scale_singles(array, factor)
+        nonfinite += _scale_single(array, factor)
     return nonfinite
 
 
@@ -156,8 +172,7 @@ _LOOPS = {"float16": (_scale_halves, _widen_halves), "bfloat16": (_scale_bfloats
 
 def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32) -> int:
     """Unscale as ``kernels.unscale_all``; if both sequences are one object, all arrays in it are C-contiguous."""
-    is_won = inverse != 1 or max(map(_size, outs), default=0) <= _LARGE
-    if sources is outs and is_won and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
+    if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
         flat = [out if out.ndim == 1 else out.reshape(-1) for out in outs]
         whole = len(flat) - len(flat) % _TOGETHER
         nonfinite = sum(map(_scale_singles, flat[whole:], itertools.repeat(inverse)))

@@ -234,3 +234,28 @@ def test_a_loss_of_another_class_is_multiplied_as_it_says(backend: NumpyBackend,
     state = ScaleState(4.0, 0, 0, 0)
     (scaled,) = backend.scale([np.full(shape, 2.0, np.float32).view(Unit)], state)
     assert (type(scaled), scaled.dtype, scaled.tolist()) == (np.ndarray, np.float32, np.full(shape, 8000.0).tolist())
+
+
+@pytest.mark.parametrize("state", ["full", "emptied"])
+def test_machine_code_that_cannot_be_kept_or_read_is_compiled_anew(state: str, tmp_path):
+    require("fast")
+    code = """
+import resource, sys
+import numpy as np, gradscale, gradscale_numpy
+if sys.argv[1] == "full":
+    # No file may grow, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+backend, state = gradscale_numpy.NumpyBackend(fast=True), gradscale.DynamicScale(init_scale=8.0).init(np.zeros(()))
+for dtype in (np.float32, np.float16):
+    [got], count = backend.unscale(given := [np.asarray([8.0], dtype)], state, out=given)
+    print(got.tolist(), int(count))
+"""
+    runs = ["full"] if state == "full" else ["fine", "emptied"]
+    for run in runs:
+        if run == "emptied":
+            kept = [path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc")]
+            assert kept
+            for path in kept:
+                path.write_bytes(b"")
+        completed = python("-c", code, run, NUMBA_CACHE_DIR=str(tmp_path))
+        assert completed.stdout.split() == ["[1.0]", "0"] * 2, completed.stderr
