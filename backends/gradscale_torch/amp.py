@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 import torch
-import torch.distributed as dist
 
 # Looked up once: a framework may put the classes of this file in the place of torch's names.
 from torch.amp import GradScaler as TorchGradScaler
@@ -25,7 +24,7 @@ from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Watching, takes
-from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, record_disabled, step_of
+from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, step_of
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, hosts
@@ -284,8 +283,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         BackendError; ``load_state_dict`` begins the iteration again.
         """
         if not self._enabled:
-            record_disabled(self, optimizer)
-            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+            return super().step(optimizer, *args, **kwargs)  # type: ignore[no-any-return]
         self._join()
         # One that a subclass or a framework has put in its place is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
@@ -488,7 +486,8 @@ def _factors(policy: Policy | None, enabled: bool, given: Sequence[float]) -> di
 
 def _own_rank() -> int | None:
     # Also if every rank decides alone, as under DDP.
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+    world = default_group()
+    return None if world is None else world.rank()
 
 
 def _require_no_overrides(kind: type[GradScaler]) -> None:

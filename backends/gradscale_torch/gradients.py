@@ -221,10 +221,9 @@ def require_norm(optimizer: Optimizer, *, is_alone: bool) -> tuple[DeviceMesh, .
 
 
 def _listed(optimizer: Optimizer) -> gradients.ListedParameters:
-    try:
-        return gradients.ListedParameters(group["params"] for group in optimizer.param_groups)
-    except Exception as error:
-        raise gradients.no_optimizer(optimizer, "param_groups, dicts with a list of 'params'") from error
+    if not hasattr(optimizer, "param_groups"):
+        raise gradients.no_optimizer(optimizer, "param_groups, dicts with a list of 'params'")
+    return gradients.ListedParameters(listed for _, listed in gradients.parameter_lists(optimizer))
 
 
 def _parameters_of(optimizer: Optimizer) -> Parameters:
@@ -297,7 +296,11 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
         if grad.layout == torch.sparse_coo and not grad.is_coalesced():
             if grad.dtype is torch.float16:
                 # The optimizer would sum the duplicates in float16, where they overflow easily.
-                grad = parameter.grad = grad.to(torch.float32).coalesce().to(torch.float16)
+                summed = grad.to(torch.float32).coalesce().to(torch.float16)
+                for one in parameters.listed.unique:
+                    if one.grad is grad:
+                        one.grad = summed
+                grad = summed
             else:
                 uncoalesced.append(grad)
         chosen.append(kernel_view(grad))

@@ -120,9 +120,15 @@ def _home_of_flags(optimizer: Any, home: torch.device) -> torch.device:
 def _grad_scaler_step(step: Step) -> Iterator[None]:
     """Pass the scaler on to an optimizer that judges and unscales by asking it."""
     iteration, turn = step.iteration, step.turn
+    if turn.refused and not iteration.groups_for(step.optimizer):
+        # It may judge by itself.
+        step.verdict, step.calls_optimizer = iteration.verdict_for_step(turn, step.optimizer), False
+        yield
+        return
     step.kwargs = {**step.kwargs, "grad_scaler": step.owner}
     with within_the_step(iteration):
         yield
+    iteration.forbid_untold_refusal(turn, step.optimizer)
     if turn.pending is not None and turn.pending.is_begun:
         step.verdict = iteration.verdict(turn)
     else:

@@ -38,8 +38,8 @@ class Backend:
 
     As it is, it serves every library that follows the array API standard. A subclass needs a ``name`` and ``example``;
     an instance is registered in the entry-point group ``gradscale.backends`` under the top-level module of the array
-    type. Hold it to :func:`gradscale.testing.check_backend`: whatever is overridden gives the same bits. Only ``read``,
-    ``read_summaries``, ``peek`` and the call of a ``HostRead`` bring values to the host; the pure functions do not.
+    type. Hold it to :func:`gradscale.testing.check_backend`: a pure function that is overridden gives the same bits.
+    Only ``read``, ``read_summaries``, ``peek`` and the call of a ``HostRead`` bring values to the host.
 
     Attributes
     ----------
@@ -220,7 +220,7 @@ class Backend:
         """Return the state after a step, perhaps in the same arrays; the old one if ``held``, 0-d, is true. No read."""
         xp = array_namespace(state.scale)
         if isinstance(nonfinite, int):
-            nonfinite = xp.asarray(nonfinite, dtype=xp.int32)
+            nonfinite = xp.asarray(nonfinite, dtype=xp.int32, **on(self.placement(state.scale)))
         new = self.update(policy, state, nonfinite)
         return new if held is None else ScaleState._make(map(xp.where, [held] * len(new), state, new))
 

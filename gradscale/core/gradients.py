@@ -206,7 +206,8 @@ def norm_bits(backend: Backend, norm: Array) -> Array:
     return as_0d_array(xp, xp.where(is_normal, bits, infinite))
 
 
-def _parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, Any], list[Any]]]:
+def parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, Any], list[Any]]]:
+    """Return the groups of an optimizer, each with its parameters; InvalidTypeError for groups of another form."""
     found = []
     groups = optimizer.param_groups
     # An iterator would be empty for the optimizer after the scaler has walked it.
@@ -243,7 +244,7 @@ def _gradients_of(optimizer: object, parameters: Iterable[Any]) -> list[Array]:
 
 def _from_param_groups(optimizer: OptimizerWithGroups) -> tuple[list[Array], _Assign]:
     """Return an optimizer's gradients, and what assigns new ones, given by the ``id`` of the old."""
-    parameters = list({id(one): one for _, listed in _parameter_lists(optimizer) for one in listed}.values())
+    parameters = list({id(one): one for _, listed in parameter_lists(optimizer) for one in listed}.values())
     gradients = _gradients_of(optimizer, parameters)
 
     def assign(replacements: dict[int, Array]) -> None:
@@ -355,7 +356,7 @@ def named_gradients(optimizer: Optimizer) -> list[HeldArray]:
     if not hasattr(optimizer, "param_groups"):
         return [HeldArray("gradient", path, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
     parameters: dict[int, tuple[str, object]] = {}
-    for index, (group, listed) in enumerate(_parameter_lists(cast("OptimizerWithGroups", optimizer))):
+    for index, (group, listed) in enumerate(parameter_lists(cast("OptimizerWithGroups", optimizer))):
         paths = [f"param_groups[{index}]['params'][{place}]" for place in range(len(listed))]
         known = group.get("param_names") if hasattr(group, "get") else None
         names = paths if known is None or len(known) != len(listed) else known

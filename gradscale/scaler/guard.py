@@ -128,7 +128,8 @@ class Guard:
         xp, numbers = array_namespace(state.values), [math.nan if value is None else value for value in found]
         on_host = registry.backend_for(state.values).peek((state.values[0, 0],)) is not None
         if on_host:
-            values = xp.asarray([float(value) for value in numbers], dtype=xp.float32)
+            where = registry.backend_for(state.values).placement(state.values)
+            values = xp.asarray([float(value) for value in numbers], dtype=xp.float32, **on(where))
         else:
             values = xp.stack([_beside(value, state.values[0, 0]) for value in numbers])
         told = self.rule.judge(state, values)

@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from array_api_compat import is_array_api_obj
 
-from gradscale.core.arithmetic import is_floating
+from gradscale.core.arithmetic import has_float64, is_floating
 from gradscale.core.gradients import Listed, Request, named_gradients, require_step
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
@@ -474,11 +474,7 @@ class Iteration:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
-        if turn.refused and turn.pending is not None and turn.pending.is_placeholder and self.groups_for(optimizer):
-            self.wrong_order(
-                "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
-                "message tells the other ranks: let the framework's own flags skip the step on all ranks"
-            )
+        self.forbid_untold_refusal(turn, optimizer)
         verdict = self.verdict(turn)
         if verdict.reason is Reason.NO_GRADIENTS:
             # The optimizer can begin its turn again.
@@ -490,6 +486,14 @@ class Iteration:
                 f"{NO_GRADIENTS}. Nothing was stepped"
             )
         return verdict
+
+    def forbid_untold_refusal(self, turn: Turn, optimizer: Optimizer) -> None:
+        """Raise CallOrderError for a refusal that no message tells the other ranks."""
+        if turn.refused and turn.pending is not None and turn.pending.is_placeholder and self.groups_for(optimizer):
+            self.wrong_order(
+                "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
+                "message tells the other ranks: let the framework's own flags skip the step on all ranks"
+            )
 
     def decline(self, turn: Turn, verdict: Verdict | None) -> Verdict:
         """Return the verdict on a step that the optimizer was called for and has not made; the scale stays as it is."""
@@ -552,8 +556,10 @@ class Iteration:
         known = pending[-1].numbers if is_read and self.lowered is None and self.is_of_live_state else None
         # Computed from what was read, which spares a read.
         read = [verdict.nonfinite for verdict in verdicts if verdict.moves_scale]
+        # Reading costs nothing on the CPU, and a device without float64 rounds otherwise.
         is_seen = live.state is not None and live.backend.peek(live.state[:1]) is not None
-        new = None if known is None or not read or is_seen else next_numbers(live.policy, known, max(read))
+        is_alike = live.state is not None and has_float64(live.home, live.backend.placement(live.state.scale))
+        new = next_numbers(live.policy, known, max(read)) if known and read and is_alike and not is_seen else None
         skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
 
         def report() -> UpdateReport:

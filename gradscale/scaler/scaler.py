@@ -259,7 +259,8 @@ class GradScaler:
         One host read, whatever the number of devices, dtypes and parameters; one for each evaluation of a closure.
         """
         if not self._enabled:
-            record_disabled(self, optimizer)
+            report = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
+            self._parts.reports.record(optimizer, report)
             return optimizer.step(*args, **kwargs)
         with call_of(self, "step()"), Step(self._iteration, optimizer, args, kwargs, self._record) as step:
             if step.calls_optimizer:
@@ -895,12 +896,6 @@ def step_of(
 ) -> Step:
     """Return the context in which an adapter's own frame calls ``optimizer.step``."""
     return Step(scaler._iteration, optimizer, args, kwargs, scaler._record, scaler, unscale)
-
-
-def record_disabled(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Record the step of a disabled scaler."""
-    report = StepReport(False, 1.0, 0, "disabled", scaler._iteration.number)
-    scaler._parts.reports.record(optimizer, report)
 
 
 def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:

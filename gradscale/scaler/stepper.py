@@ -114,7 +114,7 @@ class Step:
         is_closure = "closure" in self.kwargs
         # Some optimizers take other things, and some functions do not tell their arguments.
         with contextlib.suppress(TypeError, ValueError, AttributeError):
-            is_closure |= next(iter(inspect.signature(self.optimizer.step).parameters), "") == "closure"
+            is_closure |= "closure" in [*inspect.signature(self.optimizer.step).parameters][:2]
         if is_closure:
             msg = f"a closure must be a function, got {shown(candidate)}: call step(optimizer); a loss goes to scale()"
             raise InvalidTypeError(msg)

@@ -153,6 +153,19 @@ def test_integers_and_float0_pass_through():
     assert gradscale_jax.select(jnp.asarray(True), [none], [none])[0] is none
 
 
+@pytest.mark.parametrize("growth", [1.7, 2.04])
+def test_the_new_scale_of_a_report_is_the_scalers_where_there_is_no_float64(growth: float):
+    told: list[float | None] = []
+    policy = DynamicScale(init_scale=72089.6, growth_factor=growth, backoff_factor=0.3, growth_interval=1)
+    scaler, optimizer = GradScaler(policy=policy, on_update=lambda report: told.append(report.new_scale)), Tree()
+    for k in range(8):
+        scaler.scale(jnp.ones(()))
+        optimizer.grads = [jnp.ones(3) * (jnp.inf if k % 7 == 3 else 1.0)]
+        scaler.step(optimizer)
+        scaler.update()
+        assert told[-1] == scaler.get_scale()
+
+
 # Summaries: XLA takes subnormals for 0.
 
 

@@ -242,6 +242,33 @@ def test_an_optimizer_that_takes_an_enabled_scaler_is_warned_of():
         assert make("cpu", enabled=False).step(optimizer) is None
 
 
+class Judging(TakesScaler):
+    """As NeMo's: it unscales and judges by itself, and says so."""
+
+    def step(self, closure=None, *, grad_scaler=None):  # noqa: ARG002
+        (parameter,) = self.param_groups[0]["params"]
+        parameter.grad.mul_(1 / grad_scaler._scale)
+        grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
+        parameter.data.sub_(parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*takes grad_scaler=.*:FutureWarning")
+def test_a_refused_step_of_an_optimizer_that_judges_by_itself_is_not_made_and_over_a_group_an_error():
+    def refused(group=None) -> tuple[list[float], str]:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer, scaler = Judging([parameter]), GradScaler("cpu", init_scale=4.0, group=group)
+        scaler.scale(parameter.sum()).backward()
+        scaler.refuse(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.counts()["refused"] == 1
+        return parameter.tolist(), scaler.last_step(optimizer).reason
+
+    assert refused() == ([0.0], "refused")
+    with pytest.raises(gradscale.CallOrderError, match="let the framework's own flags skip the step"):
+        gradscale.testing.run_ranks(2, refused)
+
+
 def test_a_run_that_differs_in_one_bit_is_found():
     def run(make: Make) -> list[Row]:
         model = network()

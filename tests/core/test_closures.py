@@ -42,6 +42,10 @@ def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed
         ):
             scaler.step(optimizer, *args, **kwargs)
     arrays.assert_array(optimizer.grads[0], [8.0])
+    # As torch's schedulers wrap it.
+    optimizer.step = lambda self, closure: None  # type: ignore[assignment]  # noqa: ARG005
+    with pytest.raises(gradscale.InvalidTypeError, match=r"a closure must be a function, got "):
+        scaler.step(optimizer, loss)
     assert scaler.step(Rated([arrays.asarray([8.0])]), 0.5) == 0.5
 
 

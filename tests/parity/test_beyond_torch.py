@@ -246,6 +246,22 @@ def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(nam
         assert_same([losses, run.parameter], [expected, plain.parameter])
 
 
+@pytest.mark.parametrize("kind", [gradscale.GradScaler, GradScaler])
+def test_the_default_device_of_torch_does_not_matter(kind):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    policy = gradscale.presets.chainer(init_scale=4.0)
+    place = {} if kind is gradscale.GradScaler else {"device": "cpu"}
+    scaler = kind(**place, policy=policy, skip=gradscale.SkipSpikes(window=4))
+    with torch.device("meta"):
+        for factor in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((parameter * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert (parameter.tolist(), scaler.counts()["taken"]) == ([-2.0], 2)
+
+
 # Worlds.
 
 

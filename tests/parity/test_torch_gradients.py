@@ -255,6 +255,27 @@ def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched(enab
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
 
 
+def test_a_half_gradient_with_duplicates_that_two_parameters_share_is_divided_once_for_both():
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=torch.float16)) for _ in range(2)]
+    scaler, optimizer = GradScaler("cpu", init_scale=8.0, allow_fp16_grads=True), torch.optim.SGD(parameters, lr=1.0)
+    scaler.scale(torch.ones(()))
+    shared = torch.sparse_coo_tensor([[1, 1]], torch.tensor([8.0, 16.0], dtype=torch.float16), (4,))
+    for parameter in parameters:
+        parameter.grad = shared
+    scaler.unscale_(optimizer)
+    assert [parameter.grad.to_dense().tolist() for parameter in parameters] == [[0.0, 3.0, 0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("is_outer", [False, True], ids=["params", "param_groups"])
+def test_an_iterator_that_the_optimizer_would_find_empty_is_refused(is_outer: bool):
+    run = Small(GradScaler("cpu"))
+    (group,) = run.optimizer.param_groups
+    run.optimizer.param_groups = iter([group]) if is_outer else [group | {"params": iter(group["params"])}]
+    run.scaler.scale(torch.ones(()))
+    with pytest.raises(gradscale.InvalidTypeError, match=r"must be a list .*got <list_iterator"):
+        run.scaler.step(run.optimizer)
+
+
 # What torch refuses, or unscales wrongly.
 
 
