@@ -102,7 +102,7 @@ def _flattened(tree: object) -> tuple[list[object], PyTreeDef]:
         except RecursionError as error:
             msg = f"a pytree must not hold itself, nor be deeper than JAX can walk, got a {type(tree).__name__} that is"
             raise InvalidValueError(msg) from error
-    leaves = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) and not is_float0(x) else x for x in leaves]
+        leaves = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) and not is_float0(x) else x for x in leaves]
     return leaves, structure
 
 

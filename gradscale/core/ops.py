@@ -100,7 +100,7 @@ def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object =
 
 
 def _require_state(state: object) -> None:
-    if not hasattr(state, "scale"):
+    if not isinstance(state, ScaleState) or not is_array_api_obj(state.scale):
         msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {shown(state)}"
         raise InvalidTypeError(msg)
 

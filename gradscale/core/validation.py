@@ -203,7 +203,8 @@ def float32_from_bits(bits: int) -> float:
 
 
 def largest_with_finite_product(factor: float) -> float:
-    """Return the largest float32 whose product with a factor above 1 rounds to a finite float32."""
+    """Return the largest float32 whose product with a factor above 1, or with it as a float32, is a finite float32."""
+    factor = max(factor, round_to_float32(factor))
     # A product rounds to inf from half a unit above the largest float32 on.
     limit = 2.0**128 - 2.0**103
     bits = bits_of_float32(min(limit / factor, LARGEST_FLOAT32)) + 1

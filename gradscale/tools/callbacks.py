@@ -295,12 +295,18 @@ class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
             if not self._append:
                 file.truncate(0)
                 self._append = True
-            # A crash or a full disk may have cut the last row.
-            if file.seek(0, os.SEEK_END):
+            # A crash may have cut the last row.
+            end = file.seek(0, os.SEEK_END)
+            if end:
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else b"\n" + line
-            while line:
-                line = line[file.write(line) :]
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                # A row that is cut could not be read.
+                file.truncate(end)
+                raise
 
     def close(self) -> None:
         """Close the file; it cannot be written to any more. Again is fine."""

@@ -209,7 +209,7 @@ def _draw_scale(
     ax.update_datalim([(x[0], max(scales) / 2.0**6)], updatex=False)
     _style(ax, "scale")
     skipped = len(marks) - marks.count("")
-    return f"{skipped:,} of {len(marks):,} steps skipped ({100.0 * skipped / len(marks):.2g} %)"
+    return f"{skipped:,} of {len(marks):,} steps skipped ({100.0 * skipped / len(marks):.3g} %)"
 
 
 def _visible(indices: Iterable[int], x: Sequence[int], scales: Sequence[float]) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -178,8 +179,7 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
     with needs("simulate()", "numpy"):
         import numpy as np
     found = np.zeros((), np.int32), np.ones((), np.int32)
-    # An array that cannot be asked for its value.
-    hidden = type("Hidden", (np.ndarray,), dict.fromkeys(("__bool__", "__int__", "__float__", "__index__"), _hide))
+    hidden = _hidden(np.ndarray)
     with _explained(policy):
         state = policy.init(np.zeros((), np.float32))
         numbers = _numbers_of(state)
@@ -227,6 +227,12 @@ def _explained(policy: Policy) -> Iterator[None]:
             f"{shown(policy)}, and trying it failed with {type(error).__name__}: {error}"
         )
         raise InvalidTypeError(msg) from error
+
+
+@functools.cache
+def _hidden(kind: type) -> type:
+    """Return a class of arrays that cannot be asked for their values; one, since adapters are kept by class."""
+    return type("Hidden", (kind,), dict.fromkeys(("__bool__", "__int__", "__float__", "__index__"), _hide))
 
 
 def _hide(*_: object) -> NoReturn:

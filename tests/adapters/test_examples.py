@@ -326,7 +326,7 @@ WRONG = [
     case(FSDP, 2, "steps", "--steps 1", STEPPED, STATES),
     case(RL, 2, "skips", ON_RL, [("view(-1)[0] = math.inf", "view(-1)[0] = 0.0")], SKIPS),
     case(SPIKES, 2, "alone", "--steps 80 --every 70", [ALONE], SPIKED_ALONE),
-    case(JAX, 1, "skips", ON_JAX, UNSEEN_BY_ONE, "FAILED: skipped steps on 1 device and on 4"),
+    case(JAX, 1, "skips", ON_JAX, UNSEEN_BY_ONE, "FAILED: these differ: skipped steps on 1 device and on 4"),
     case(LIGHTNING, 1, "state", "--epochs 2 --inject 3", LOST, "FAILED: the resumed run has come to another state"),
     case(MLX, 1, "trace", "--steps 6 --bad 2", [("nonfinite == 0", "nonfinite >= 0")], "leaves the weights"),
 ]

@@ -99,7 +99,15 @@ def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         log(update(2))
-    assert [row["iteration"] for row in read_log(tmp_path / "log.jsonl")] == [2]
+        # The next row fits in part.
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "log.jsonl").stat().st_size + 20, before[1]))
+        try:
+            with pytest.raises(LogWriteError, match=r"iteration 3 .*File too large.*complete"):
+                log(update(3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        log(update(4))
+    assert [row["iteration"] for row in read_log(tmp_path / "log.jsonl")] == [2, 4]
 
 
 def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog: pytest.LogCaptureFixture):

@@ -124,7 +124,7 @@ def test_gradients_that_were_partly_unscaled_are_not_unscaled_again():
 
 
 def test_what_is_no_state_verdict_likeness_or_loss_is_named():
-    for wrong in (65536.0, DynamicScale(), None):
+    for wrong in (65536.0, DynamicScale(), None, GradScaler(), gradscale.ScaleState(8.0, 0, 0, 0)):
         for function in (gradscale.scale, gradscale.unscale):
             with pytest.raises(InvalidTypeError, match=r"state must be a ScaleState, such as policy\.init"):
                 function(np.float32(1.0), wrong)  # type: ignore[operator]

@@ -172,6 +172,8 @@ def test_the_scalers_own_arguments_are_refused():
 def test_the_largest_with_finite_product_is_the_largest(factor: float):
     largest = np.float32(validation.largest_with_finite_product(factor))
     with np.errstate(over="ignore"):
+        # A library without float64 multiplies by the factor as a float32.
+        factor = max(factor, float(np.float32(factor)))
         assert np.isfinite(np.float32(np.float64(largest) * factor))
         above = np.nextafter(largest, np.float32(np.inf))
         assert not np.isfinite(above) or not np.isfinite(np.float32(np.float64(above) * factor))

@@ -120,6 +120,13 @@ def test_the_page_is_printed_once_and_nothing_else_is():
 
 
 @mpi
+def test_the_json_is_all_on_stdout_whatever_the_library_of_the_group_prints(monkeypatch: pytest.MonkeyPatch):
+    # MPICH says then what it is made of.
+    monkeypatch.setenv("MPIR_CVAR_DEBUG_SUMMARY", "1")
+    assert page_of(launched("mpi", 2, "--group", "mpi", "--timeout", "30", "--json"))["ok"]
+
+
+@mpi
 @pytest.mark.parametrize(("size", "kind", "rank"), MPI_FAULTS)
 def test_a_fault_under_mpiexec_ends_every_rank_and_names_the_one(size: int, kind: str, rank: int):
     # All else is over long before this timeout, which is a program's. A rank that waits must not be given up by its

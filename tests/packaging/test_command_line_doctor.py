@@ -128,6 +128,12 @@ def test_broken_adapters_are_rows_with_their_reasons_which_matter_only_if_they_a
     assert list(rows(doctor("--json", "--require", "numpy", PYTHONPATH=third_party))) == ["numpy"]
 
 
+def test_a_library_that_prints_when_its_process_ends_is_not_broken(tmp_path: Path):
+    program = "import atexit, sys\nif 'gradscale.tools.cli.probe' in sys.orig_argv: atexit.register(print, 'bye')\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    assert rows(doctor("numpy", "--json", PYTHONPATH=str(tmp_path)))["numpy"]["status"] == "ok"
+
+
 def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as util\nfind = util.find_spec\n"

@@ -39,6 +39,8 @@ def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path):
 def test_a_resumed_run_that_made_iterations_twice_is_drawn_by_the_rows_of_its_log(again: int, label: str):
     (axes,) = plot.history([*REPORTS, UpdateReport(again, 1.0, True, 0, ())]).axes
     assert (axes.get_xlabel(), axes.collections[0].get_offsets()[-1].tolist()) == (label, [4.0, 1.0])
+    (axes,) = plot.history([UpdateReport(1, 1.0, True, 0, ())]).axes
+    assert axes.get_title(loc="left").startswith("1 of 1 steps skipped (100 %)")
 
 
 def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_few_points():

@@ -98,6 +98,10 @@ LOGS: dict[str, tuple[list[dict[str, Any]], str, tuple[int, int, float]]] = {
     "retries": ([RETRIED], "torch:init_scale=1048576", (1, 1, 2.0**19)),
     "retries with magnitudes": ([RETRIED | {"magnitude": 0.5}], "torch:init_scale=1048576", (1, 1, 2.0**19)),
 }
+_made = CLEAN | {"counts": {"taken": 2, "overflow": 1}}
+_held = OVERFLOW | {"reason": "spike", "iteration": 2, "counts": {"taken": 1, "overflow": 0, "spike": 1}}
+# A resumed run has other counts than the row before it.
+LOGS["a spike after a resume"] = [OVERFLOW, _made, _held], "torch", (2, 1, 2.0**15)
 for _reason in ("spike", "refused"):
     for _beside in ({}, {"magnitude": 0.0625}):
         _held = OVERFLOW | {"reason": _reason}

@@ -77,7 +77,8 @@ def check(
     os.set_inheritable(theirs.fileno(), True)
     command = [sys.executable, *RANK_PROGRAM, json.dumps([group, timeout, theirs.fileno()])]
     # The rank inherits the launcher's connections, too; Ctrl-C reaches this process alone.
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False, process_group=0)
+    # Its libraries may print, and the report alone is for stdout.
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, close_fds=False, process_group=0)
     theirs.close()
     try:
         code = _watch(process, connection, as_json)

@@ -46,7 +46,8 @@ def _outcome(component: Component, process: Popen[str], timeout: float) -> Findi
         reason = "importing and using it was not done in time; a longer --timeout gives it more"
         return Finding(component.name, "timed out", reason)
     with contextlib.suppress(IndexError, ValueError, TypeError):
-        return Finding(**json.loads(printed.splitlines()[-1]))
+        # A library may print, too, also when the process ends.
+        return Finding(**json.loads([line for line in printed.splitlines() if line.startswith('{"name"')][-1]))
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     reason = lines[-1] if lines else f"its process ended with exit code {process.returncode}"
     return Finding(component.name, "broken", component.remedy(reason))

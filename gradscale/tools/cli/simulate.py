@@ -94,7 +94,7 @@ def _moving(row: LogRow, before: LogRow) -> LogRow | None:
     now, last = row.get("counts"), {} if row.get("iteration") == 1 else before.get("counts")
     if not (isinstance(now, dict) and isinstance(last, dict)):
         return None if row.get("reason") in HELD_NAMES else row
-    moved = [name for name in ("overflow", "taken") if now.get(name, 0) != last.get(name, 0)]
+    moved = [name for name in ("overflow", "taken") if now.get(name, 0) > last.get(name, 0)]
     return row | {"skipped": moved[0] == "overflow"} if moved else None
 
 
