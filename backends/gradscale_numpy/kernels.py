@@ -7,7 +7,6 @@ memory and no temporary of the array's size. Small arrays of one type are judged
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -194,15 +193,11 @@ def _widen_finite_half(source: Array, out: Array, inverse: np.float32) -> bool |
 
 
 def _is_finite(block: Array) -> bool:
-    if block.dtype in (_SINGLE, _DOUBLE) and block.ndim == 1 and block.flags.carray:
+    if block.dtype in (_SINGLE, _DOUBLE) and block.ndim == 1 and block.flags.carray and block.size % _ROW == 0:
         # No square is negative, so no infinity cancels. Finite values may overflow: the exact test is below.
-        if block.size <= _ROW:
-            if math.isfinite(np.vdot(block, block)):
-                return True
-        elif block.size % _ROW == 0:
-            sums_of_squares = np.matmul(block.reshape(-1, 1, _ROW), block.reshape(-1, _ROW, 1))
-            if np.isfinite(sums_of_squares).all():
-                return True
+        sums_of_squares = np.matmul(block.reshape(-1, 1, _ROW), block.reshape(-1, _ROW, 1))
+        if np.isfinite(sums_of_squares).all():
+            return True
     return bool(np.isfinite(block).all())
 
 

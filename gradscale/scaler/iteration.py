@@ -10,12 +10,11 @@ from typing import NamedTuple, NoReturn
 
 from array_api_compat import is_array_api_obj
 
-from gradscale.core.arithmetic import has_float64, is_floating
+from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import Listed, Request, named_gradients, require_step
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import CallOrderError, GradscaleError, ScaleUnderflowError
-from gradscale.policies.dynamic import next_numbers
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement
 from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict
@@ -552,18 +551,10 @@ class Iteration:
         scales = [step.scale for step in steps] + [verdict.scale for verdict in verdicts]
         # Without a verdict it has to be read; a closure's may be of a lower one than the update starts from.
         before = live.scale() if not scales or any(step.retries for step in steps) else scales[0]
-        is_read = len(verdicts) == len(pending) > 0 and pending[-1].state is (self.state or live.state)
-        known = pending[-1].numbers if is_read and self.lowered is None and self.is_of_live_state else None
-        # Computed from what was read, which spares a read.
-        read = [verdict.nonfinite for verdict in verdicts if verdict.moves_scale]
-        # Reading costs nothing on the CPU, and a device without float64 rounds otherwise.
-        is_seen = live.state is not None and live.backend.peek(live.state[:1]) is not None
-        is_alike = live.state is not None and has_float64(live.home, live.backend.placement(live.state.scale))
-        new = next_numbers(live.policy, known, max(read)) if known and read and is_alike and not is_seen else None
         skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
 
         def report() -> UpdateReport:
-            after = wanted if wanted is not None else live.scale() if new is None else new.scale
+            after = live.scale() if wanted is None else wanted
             rank, counts = self.agreement.rank(), self.tally.counts
             return UpdateReport(self.number, before, skipped, rank, tuple(steps), after, counts)
 
@@ -668,11 +659,6 @@ class Iteration:
                 f"optimizer.step(), and before update()"
             )
         self.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
-
-    @property
-    def is_of_live_state(self) -> bool:
-        """Whether the gradients are of the state in force: none was loaded since they were scaled."""
-        return self.state is None or not self.live.is_fresh
 
     @property
     def is_at_boundary(self) -> bool:

@@ -77,8 +77,7 @@ class UpdateReport(NamedTuple):
     steps : tuple of StepReport
         One for each optimizer that was stepped, in order.
     new_scale : float or None
-        The scale after the update. A scaler always fills it in: a frozen policy computes it from the numbers that the
-        step has read; otherwise it takes one more host read, such as of torch's tensors on an accelerator.
+        The scale after the update. A scaler always fills it in, by one more host read if the state is on a device.
     counts : mapping or None
         How many steps were taken or skipped so far, as ``scaler.counts()`` returns them.
 

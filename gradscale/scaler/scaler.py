@@ -593,7 +593,8 @@ class GradScaler:
         """Return settings and numbers to pickle, and no arrays, groups or reports; CallOrderError in mid-iteration."""
         iteration = self._iteration
         iteration.require_boundary("pickling or copying a scaler")
-        is_kept = iteration.is_of_live_state and iteration.is_at_boundary
+        # Gradients of a state before a load are not.
+        is_kept = (iteration.state is None or not iteration.live.is_fresh) and iteration.is_at_boundary
         scaled, losses = (iteration.scaled, iteration.losses) if is_kept else (False, Losses())
         # Each part says by itself what of it is kept.
         parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap())))

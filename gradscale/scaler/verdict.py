@@ -34,7 +34,6 @@ class Pending:
     """
 
     known: Verdict | None = None
-    numbers: Numbers | None = None
     override: Callable[[], Array | None] | None = None
     is_placeholder = is_late = is_captured = False
     _copy: HostRead | None = None
@@ -79,8 +78,7 @@ class Pending:
                 live.require_possible(numbers[0])
                 self.known = verdict_from(flags, count, numbers[0])
                 return
-            self.numbers = Numbers(*numbers)
-            values = claims.of_numbers(self.numbers, claims.hash_of(claim), flags, norm)
+            values = claims.of_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
             sent = live.backend.integers(values, state.scale)
         else:
             xp = live.home
@@ -131,7 +129,7 @@ class Pending:
                 ballot.agreed(is_read=True)
             values = copy()
             agreed, sent = values[:LENGTH], values[LENGTH:] or values
-        fields, self.numbers = claims.state_bits(sent), self.numbers or claims.state_of(sent)
+        fields = claims.state_bits(sent)
         if hasattr(self.state.scale, "compute"):
             # A lazy library would compute all that it depends on once more in the update.
             self._count = live.home.asarray(claims.verdict_of(agreed, sent).nonfinite, dtype=live.home.int32)
