@@ -79,12 +79,11 @@ class _Duplicate:
 
     def free(self) -> None:
         """Free the communicator, unless a rank has been lost, since freeing waits for all of them."""
-        if self.is_given_up or MPI.Is_finalized():
-            return
-        # Open MPI goes on with messages of communicators that are gone, and crashes.
-        under_way = [request for request, comm, *_ in _under_way.values() if comm is self.comm]
-        poll(lambda: all(request.Test() for request in under_way), _ENDING)
-        self.comm.Free()
+        if not self.is_given_up and not MPI.Is_finalized():
+            # Open MPI goes on with messages of communicators that are gone, and crashes.
+            under_way = [request for request, comm, *_ in _under_way.values() if comm is self.comm]
+            poll(lambda: all(request.Test() for request in under_way), _ENDING)
+            self.comm.Free()
 
 
 @functools.cache

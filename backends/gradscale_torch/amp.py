@@ -23,7 +23,7 @@ from gradscale.core.messages import reading, shown, warn_caller
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.iteration import Stage
-from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Watching, takes
+from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, Watching, takes
 from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, step_of
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
@@ -39,7 +39,6 @@ Optimizer = torch.optim.Optimizer
 _Outputs = TypeVar("_Outputs")
 
 
-_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NOT_CALLED = {
     "_unscale_grads_": "construct it with allow_fp16_grads=True to take float16 gradients",
     "_maybe_opt_step": "construct it with group= to agree on each step with other ranks",
@@ -477,11 +476,11 @@ def _factors(policy: Policy | None, enabled: bool, given: Sequence[float]) -> di
     if not enabled:
         # A disabled scaler of torch's takes any.
         return {}
-    factors = dict(zip(_DEFAULTS, given, strict=True))
+    factors = dict(zip(FACTORS, given, strict=True))
     if policy is None:
         return factors
     with reading("a factor"):
-        return {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
+        return {name: value for name, value in factors.items() if value != DEFAULTS[name]}
 
 
 def _own_rank() -> int | None:

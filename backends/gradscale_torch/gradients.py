@@ -300,10 +300,9 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
                 for one in parameters.listed.unique:
                     if one.grad is grad:
                         one.grad = summed
-                grad = summed
             else:
                 uncoalesced.append(grad)
-        chosen.append(kernel_view(grad))
+        chosen.append(kernel_view(parameter.grad))
     groups = group_tensors(chosen)
     forbid_meta(groups)
     return groups, uncoalesced

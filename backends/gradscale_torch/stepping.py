@@ -38,6 +38,9 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
                 f"attributes grad_scale and found_inf, which scalers set, instead",
                 FutureWarning,
             )
+            if step.iteration.turn_of(optimizer).refused and not step.iteration.groups_for(optimizer):
+                # It may judge by itself, and must not be called.
+                return None
             return _grad_scaler_step(step)
         return _fused_step(step)
     if live.state is not None and step.closure is None:
@@ -120,11 +123,6 @@ def _home_of_flags(optimizer: Any, home: torch.device) -> torch.device:
 def _grad_scaler_step(step: Step) -> Iterator[None]:
     """Pass the scaler on to an optimizer that judges and unscales by asking it."""
     iteration, turn = step.iteration, step.turn
-    if turn.refused and not iteration.groups_for(step.optimizer):
-        # It may judge by itself.
-        step.verdict, step.calls_optimizer = iteration.verdict_for_step(turn, step.optimizer), False
-        yield
-        return
     step.kwargs = {**step.kwargs, "grad_scaler": step.owner}
     with within_the_step(iteration):
         yield

@@ -41,7 +41,7 @@ def scale(outputs: _T, state: ScaleState) -> _T:
     >>> gradscale.scale({"loss": np.float32(0.5), "count": 3}, state)
     {'loss': array(512., dtype=float32), 'count': 3}
     """
-    _require_state(state)
+    require_state(state)
     leaves, rebuild = tree.flatten(outputs)
     chosen = floating_leaves(leaves, array_namespace(state.scale), what="output", rebuild=rebuild)
     scaled = registry.backend_for(state.scale).scale(chosen, state)
@@ -86,7 +86,7 @@ def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object =
     >>> print(*grads, int(nonfinite))
     [0.00097656 0.00195312] [nan] 1
     """
-    _require_state(state)
+    require_state(state)
     leaves, rebuild = tree.flatten(grads)
     chosen = floating_leaves(leaves, array_namespace(state.scale), what="gradient", rebuild=rebuild)
     backend = registry.backend_for(state.scale)
@@ -99,7 +99,8 @@ def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object =
     return cast("_T", rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)), nonfinite
 
 
-def _require_state(state: object) -> None:
+def require_state(state: object) -> None:
+    """Raise InvalidTypeError for another thing than a state of arrays."""
     if not isinstance(state, ScaleState) or not is_array_api_obj(state.scale):
         msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {shown(state)}"
         raise InvalidTypeError(msg)

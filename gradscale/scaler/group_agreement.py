@@ -10,6 +10,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, library_name
 from gradscale.core.messages import shown
+from gradscale.core.ops import require_state
 from gradscale.core.protocols import Array, Collectives, Namespace, Policy, ScaleState
 from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
@@ -100,9 +101,7 @@ class GroupAgreement:
         if failure is not None:
             msg = f"the ranks could not agree before, so construct a new GroupAgreement on all of them: {failure}"
             raise BackendError(msg) from failure
-        if not isinstance(state, ScaleState):
-            msg = f"state must be a ScaleState, got {shown(state)}"
-            raise InvalidTypeError(msg)
+        require_state(state)
         xp = array_namespace(state.scale)
         _require_0d("nonfinite", nonfinite, xp, "int32", "unscale")
         if spike is not None:

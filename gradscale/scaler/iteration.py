@@ -167,8 +167,7 @@ class Iteration:
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that were met in this iteration and are alive."""
-        found = [turn.owner() for turn in self._by_id.values() if turn.owner is not None]
-        return [one for one in found if one is not None]
+        return [one for turn in self._by_id.values() if turn.owner and (one := turn.owner()) is not None]
 
     def begin_anew(self, number: int, steps: int) -> Iteration:
         """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved.

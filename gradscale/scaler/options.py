@@ -59,9 +59,9 @@ class Options(GuardOptions, Watching, total=False):
     backend: str | Backend | None
 
 
-_FACTORS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+FACTORS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 DEFAULTS: dict[str, Any] = {
-    **{name: getattr(DynamicScale, name) for name in _FACTORS},
+    **{name: getattr(DynamicScale, name) for name in FACTORS},
     "enabled": True,
     "history_size": HISTORY_SIZE,
     "warn_after": WARN_AFTER,
@@ -82,23 +82,17 @@ def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]
         make = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
         told = {} if kind is None else kind.__annotations__
         # The factors come first, as torch has them.
-        names = sorted(told, key=lambda name: name not in _FACTORS)
+        names = sorted(told, key=lambda name: name not in FACTORS)
         fields = [make(x, default=DEFAULTS.get(x), annotation=told[x].__forward_arg__) for x in names]
         signature = inspect.Signature([*own, *fields])
-        known = signature.parameters.keys()
 
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
             try:
-                if not kwargs.keys() <= known:
-                    signature.bind(*args, **kwargs)
-                return function(*args, **kwargs)
-            except TypeError:
-                try:
-                    signature.bind(*args, **kwargs)
-                except TypeError as error:
-                    raise _mistake(function.__name__, signature, args, kwargs, str(error)) from None
-                raise
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise _mistake(function.__name__, signature, args, kwargs, str(error)) from None
+            return function(*args, **kwargs)
 
         vars(call)["__signature__"] = signature
         return call
@@ -141,7 +135,7 @@ def _mistake(
 def policy_of(options: Mapping[str, Any]) -> Policy:
     """Return the policy among some options, or a DynamicScale of the factors that are given."""
     policy = options.get("policy")
-    given = {name: options[name] for name in _FACTORS if options.get(name) is not None}
+    given = {name: options[name] for name in FACTORS if options.get(name) is not None}
     if policy is None:
         return DynamicScale(**given)
     if given:
