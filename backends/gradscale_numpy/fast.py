@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,19 +33,16 @@ _f4 = np.float32
 _u2 = np.uint16
 _u4 = np.uint32
 
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
 # Compiled as a part of the loops that call them; no fast-math, which assumes that there are no infinities and NaNs.
 _inner = numba.njit(nogil=True)
 
 
-def _compiled(function: _Function) -> _Function:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a loop at its first call, and keep the machine code on disk."""
-    loops: list[Callable[..., object]] = []
+    loops: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
-    def run(*arguments: object) -> object:
+    def run(*arguments: object) -> Any:
         try:
             if not loops:
                 loops.append(numba.njit(function, cache=True, nogil=True))
@@ -55,7 +52,7 @@ def _compiled(function: _Function) -> _Function:
             loops[:] = [numba.njit(function, nogil=True)]
             return loops[0](*arguments)
 
-    return cast("_Function", run)
+    return run
 
 
 def is_enabled() -> bool:
@@ -175,7 +172,7 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
         flat = [out if out.ndim == 1 else out.reshape(-1) for out in outs]
         whole = len(flat) - len(flat) % _TOGETHER
-        nonfinite = sum(map(_scale_singles, flat[whole:], itertools.repeat(inverse)))
+        nonfinite: int = sum(map(_scale_singles, flat[whole:], itertools.repeat(inverse)))
         for start in range(0, whole, _TOGETHER):
             nonfinite += _scale_together(tuple(flat[start : start + _TOGETHER]), inverse)
         return nonfinite

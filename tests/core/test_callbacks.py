@@ -91,22 +91,16 @@ def test_each_rank_has_its_file_and_other_files_and_folders_that_are_not_there_a
 def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path):
     with JSONLines(tmp_path / "log.jsonl") as log:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # No file of this process can grow.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-        try:
-            with pytest.raises(LogWriteError, match=r"iteration 1 .*File too large.*complete"):
-                log(update(1))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        log(update(2))
-        # The next row fits in part.
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "log.jsonl").stat().st_size + 20, before[1]))
-        try:
-            with pytest.raises(LogWriteError, match=r"iteration 3 .*File too large.*complete"):
-                log(update(3))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        log(update(4))
+        # No file of this process can grow; then a row fits in part.
+        for iteration, room in ((1, 0), (3, 20)):
+            largest = (tmp_path / "log.jsonl").stat().st_size + room
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
+            try:
+                with pytest.raises(LogWriteError, match=rf"iteration {iteration} .*File too large.*complete"):
+                    log(update(iteration))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            log(update(iteration + 1))
     assert [row["iteration"] for row in read_log(tmp_path / "log.jsonl")] == [2, 4]
 
 
