@@ -32,27 +32,28 @@ _dtype = operator.attrgetter("dtype")
 _f4 = np.float32
 _u2 = np.uint16
 _u4 = np.uint32
+_Halves, _Singles = numba.uint16[::1], numba.float32[::1]
+_ReadHalves = numba.types.Array(numba.uint16, 1, "C", readonly=True)
 
 # Compiled as a part of the loops that call them; no fast-math, which assumes that there are no infinities and NaNs.
 _inner = numba.njit(nogil=True)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop at its first call, and keep the machine code on disk."""
-    loops: list[Callable[..., Any]] = []
+def _compiled(*types: object) -> Callable[[Callable[..., Any]], Callable[[], Callable[..., Any]]]:
+    """Make a function that returns a loop over arrays of some types, compiled once, and kept on disk if possible."""
 
-    @functools.wraps(function)
-    def run(*arguments: object) -> Any:
-        try:
-            if not loops:
-                loops.append(numba.njit(function, cache=True, nogil=True))
-            return loops[0](*arguments)
-        except Exception:
-            # There is no folder for it, or what is in it cannot be read or written; the loop has not run yet.
-            loops[:] = [numba.njit(function, nogil=True)]
-            return loops[0](*arguments)
+    def decorate(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+        @functools.cache
+        def loop() -> Callable[..., Any]:
+            try:
+                return numba.njit(types, cache=True, nogil=True)(function)
+            except Exception:
+                # There is no folder for it, or what is in it cannot be read or written.
+                return numba.njit(types, nogil=True)(function)
 
-    return run
+        return loop
+
+    return decorate
 
 
 def is_enabled() -> bool:
@@ -97,7 +98,7 @@ def _single_to_bfloat(single: np.float32) -> np.uint16:
     return _u2((bits + _u4(0x7FFF) + ((bits >> _u4(16)) & _u4(1))) >> _u4(16))
 
 
-@_compiled
+@_compiled(_Halves, numba.float32)
 def _scale_halves(array: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(array.size):
@@ -107,7 +108,7 @@ def _scale_halves(array: Array, factor: np.float32) -> bool:
     return nonfinite
 
 
-@_compiled
+@_compiled(_Halves, numba.float32)
 def _scale_bfloats(array: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(array.size):
@@ -128,12 +129,12 @@ def _scale_single(array: Array, factor: np.float32) -> bool:
     return bool(largest >= _u4(0x7F800000))
 
 
-@_compiled
+@_compiled(_Singles, numba.float32)
 def _scale_singles(array: Array, factor: np.float32) -> bool:
     return _scale_single(array, factor)
 
 
-@_compiled
+@_compiled(numba.types.UniTuple(_Singles, _TOGETHER), numba.float32)  # type: ignore[no-untyped-call]
 def _scale_together(arrays: tuple[Array, ...], factor: np.float32) -> int:
     nonfinite = 0
     for array in arrays:
@@ -141,7 +142,7 @@ def _scale_together(arrays: tuple[Array, ...], factor: np.float32) -> int:
     return nonfinite
 
 
-@_compiled
+@_compiled(_ReadHalves, _Singles, numba.float32)
 def _widen_halves(source: Array, out: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(source.size):
@@ -152,7 +153,7 @@ def _widen_halves(source: Array, out: Array, factor: np.float32) -> bool:
     return nonfinite
 
 
-@_compiled
+@_compiled(_ReadHalves, _Singles, numba.float32)
 def _widen_bfloats(source: Array, out: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(source.size):
@@ -172,9 +173,9 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
         flat = [out if out.ndim == 1 else out.reshape(-1) for out in outs]
         whole = len(flat) - len(flat) % _TOGETHER
-        nonfinite: int = sum(map(_scale_singles, flat[whole:], itertools.repeat(inverse)))
+        nonfinite: int = sum(map(_scale_singles(), flat[whole:], itertools.repeat(inverse)))
         for start in range(0, whole, _TOGETHER):
-            nonfinite += _scale_together(tuple(flat[start : start + _TOGETHER]), inverse)
+            nonfinite += _scale_together()(tuple(flat[start : start + _TOGETHER]), inverse)
         return nonfinite
     return kernels.unscale_all(sources, outs, inverse, _unscale_block)
 
@@ -185,12 +186,12 @@ def _unscale_block(source: Array, out: Array, inverse: np.float32) -> bool | Non
         return None
     overwrite, widen = _LOOPS[source.dtype.name]
     if out.dtype == _f4:
-        return not widen(source.view(_u2), out, inverse)
+        return not widen()(source.view(_u2), out, inverse)
     if out.dtype != source.dtype:
         return None
     if out is not source:
         out[...] = source
-    return not overwrite(out.view(_u2), inverse)
+    return not overwrite()(out.view(_u2), inverse)
 
 
 def _is_plain(array: Array) -> bool:
