@@ -126,7 +126,8 @@ def _grad_scaler_step(step: Step) -> Iterator[None]:
     step.kwargs = {**step.kwargs, "grad_scaler": step.owner}
     with within_the_step(iteration):
         yield
-    iteration.forbid_untold_refusal(turn, step.optimizer)
+    if turn.refused:
+        iteration.forbid_untold_refusal(turn, step.optimizer)
     if turn.pending is not None and turn.pending.is_begun:
         step.verdict = iteration.verdict(turn)
     else:

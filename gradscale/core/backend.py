@@ -75,7 +75,7 @@ class Backend:
         if hasattr(x, "compute"):
             x = x.compute()
         if hasattr(x, "tolist"):
-            return [int(value) for value in x.tolist()]
+            return list(map(int, x.tolist()))
         return [int(x[index]) for index in range(x.shape[0])]
 
     def peek(self, arrays: Sequence[Array], /) -> list[Any] | None:  # noqa: ARG002

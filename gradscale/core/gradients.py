@@ -165,8 +165,7 @@ class Gradients:
             unscaled, nonfinite, norm = self._clip(backend, unscaled, nonfinite, squares, max_norm)
         count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
         if dtype is not None or max_norm is not None or not isinstance(state, UnitState):
-            replaced = () if unscaled is chosen else zip(chosen, unscaled, strict=True)
-            self._assign({id(old): new for old, new in replaced})
+            self._assign({} if unscaled is chosen else dict(zip(map(id, chosen), unscaled, strict=True)))
         return Found(count, norm, len(chosen) > 0, scale=scale)
 
     def clip(self, one: Callable[[Array], tuple[Home, ScaleState]]) -> Array | None:

@@ -11,6 +11,8 @@ read an InvalidTypeError.
 import copy
 import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,6 +34,7 @@ _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
 
 _WHAT = "a container of arrays"
+_dtype = operator.attrgetter("dtype")
 # Types and dtypes of floating arrays, and the names of the namespaces that they belong to.
 _known: set[tuple[type, object, str]] = set()
 
@@ -264,7 +267,7 @@ def floating_leaves(
     """
     try:
         # Thousands of leaves are of few kinds.
-        are_known = {(type(leaf), leaf.dtype, home.__name__) for leaf in leaves} <= _known
+        are_known = _known.issuperset(zip(map(type, leaves), map(_dtype, leaves), itertools.repeat(home.__name__)))
     except Exception:
         # A look at each leaf says which one cannot be read.
         are_known = False

@@ -187,11 +187,6 @@ class Verdict(NamedTuple):
     is_unscaled: bool = False
     """Whether no rank has scaled a loss in this iteration, and gradients are divided all the same."""
 
-    @property
-    def moves_scale(self) -> bool:
-        """Whether the step is clean or an overflow."""
-        return self.reason not in HELD and not self.is_idle
-
 
 class Flags(NamedTuple):
     """The findings of one rank, or of any rank of a group: numbers, or 0-d int32 of a device."""
@@ -343,14 +338,15 @@ class Outcome(enum.Enum):
 
 def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
     """Return how the ranks stand by an answer; ``own`` is this rank's message over the last group of a list."""
-    if own[_STAGE] == _CARRYING:
-        # The values that ranks carry may differ.
-        own = carrying(own[_HASH:_NORM], carried(values))
-    if values[0] or _has_one_norm(values):
-        # Norms may differ, too, if they are close, or the gradients overflow.
-        own = [*own[:_NORM], values[_NORM], *own[_MIDDLE:-1], values[-1]]
+    if values[_FLAGS:] != own[_FLAGS:]:
+        if own[_STAGE] == _CARRYING:
+            # The values that ranks carry may differ.
+            own = carrying(own[_HASH:_NORM], carried(values))
+        if values[0] or _has_one_norm(values):
+            # Norms may differ, too, if they are close, or the gradients overflow.
+            own = [*own[:_NORM], values[_NORM], *own[_MIDDLE:-1], values[-1]]
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
-    has_failed = reason_number(code_in(values)) >= Reason.FAILED
+    has_failed = values[_FLAGS - 1] >> _RANK_BITS >= Reason.FAILED
     if values[_FLAGS:] == own[_FLAGS:] and not has_failed:
         return Outcome.ONE_STATE
     stages = {values[_STAGE], -values[_MIDDLE]}

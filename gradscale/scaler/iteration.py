@@ -37,7 +37,8 @@ _INCOMPLETE = (
     "update(get_scale()), or load a state dict, and make new gradients"
 )
 
-_UNSCALING = Request()
+UNSCALING = Request()
+"""No more than to unscale."""
 
 
 class Parts(NamedTuple):
@@ -140,7 +141,9 @@ class Iteration:
             raise self.agreement.failure
         if self._before is not None:
             self.wrong_order("update() was interrupted, and may have adapted the state: call it again first")
-        turn = self.turn_at(id(optimizer))
+        turn = self._by_id.get(id(optimizer))
+        if turn is None or (turn.owner is not None and turn.owner() is None):
+            turn = self._begin_turn(id(optimizer))
         if turn.owner is None:
             try:
                 turn.owner = weakref.ref(optimizer)
@@ -150,10 +153,11 @@ class Iteration:
 
     def turn_at(self, identity: int) -> Turn:
         """Return the turn of the optimizer with this ``id()``, which need not have been met in this iteration."""
-        turn = self.by_id(identity)
-        if turn is None:
-            turn = self._by_id[identity] = Turn()
-            self.turns.append(turn)
+        return self.by_id(identity) or self._begin_turn(identity)
+
+    def _begin_turn(self, identity: int) -> Turn:
+        turn = self._by_id[identity] = Turn()
+        self.turns.append(turn)
         return turn
 
     def by_id(self, identity: int) -> Turn | None:
@@ -300,7 +304,7 @@ class Iteration:
                 self.tally.note(step.report())
 
     def unscale(
-        self, turn: Turn, optimizer: Optimizer, request: Request = _UNSCALING, *, is_look: bool = False
+        self, turn: Turn, optimizer: Optimizer, request: Request = UNSCALING, *, is_look: bool = False
     ) -> Array | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
 
@@ -433,7 +437,7 @@ class Iteration:
 
             def like() -> Array | None:
                 with contextlib.suppress(Exception):
-                    return live.hooks.collect(optimizer, self._listed, _UNSCALING).like
+                    return live.hooks.collect(optimizer, self._listed, UNSCALING).like
                 return None
 
             scale = self.in_force(like).scale
@@ -447,7 +451,7 @@ class Iteration:
         pending = turn.pending
         if self.agreement.failure is not None:
             raise self.agreement.failure
-        if pending is None or not pending.is_begun:
+        if pending is None or (pending.is_placeholder and not pending.is_begun):
             self.wrong_order(_INCOMPLETE)
         if pending.is_placeholder and self.guard is not None:
             self.mistakes.look_for_values(self.guard.rule.of, has_loss=False, has_norm=False)
@@ -472,7 +476,8 @@ class Iteration:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
-        self.forbid_untold_refusal(turn, optimizer)
+        if turn.refused:
+            self.forbid_untold_refusal(turn, optimizer)
         verdict = self.verdict(turn)
         if verdict.reason is Reason.NO_GRADIENTS:
             # The optimizer can begin its turn again.
@@ -487,7 +492,7 @@ class Iteration:
 
     def forbid_untold_refusal(self, turn: Turn, optimizer: Optimizer) -> None:
         """Raise CallOrderError for a refusal that no message tells the other ranks."""
-        if turn.refused and turn.pending is not None and turn.pending.is_placeholder and self.groups_for(optimizer):
+        if turn.pending is not None and turn.pending.is_placeholder and self.groups_for(optimizer):
             self.wrong_order(
                 "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
                 "message tells the other ranks: let the framework's own flags skip the step on all ranks"
@@ -595,7 +600,7 @@ class Iteration:
         pending, verdicts = [], []
         for turn in self.turns:
             one = turn.pending
-            if one is not None and one.is_begun:
+            if one is not None and (not one.is_placeholder or one.is_begun):
                 verdict = None if one.is_late else turn.verdict or self.verdict(turn)
                 if verdict is not None and verdict.reason is Reason.NO_GRADIENTS:
                     continue

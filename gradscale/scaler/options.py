@@ -74,13 +74,13 @@ _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_s
 _OF_TORCH = {"device", "process_group", "allow_fp16_grads"}
 
 
-def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
-    """Add a TypedDict's options to those of a constructor or method, and to its signature; others: InvalidTypeError."""
+def takes(kind: type) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
+    """Add a TypedDict's options to those of a constructor, and to its signature; others: InvalidTypeError."""
 
     def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
         own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
         make = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        told = {} if kind is None else kind.__annotations__
+        told = kind.__annotations__
         # The factors come first, as torch has them.
         names = sorted(told, key=lambda name: name not in FACTORS)
         fields = [make(x, default=DEFAULTS.get(x), annotation=told[x].__forward_arg__) for x in names]

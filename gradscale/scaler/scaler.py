@@ -23,7 +23,7 @@ from gradscale.scaler.agreement import Agreement, Exchange
 from gradscale.scaler.claim import Call
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
-from gradscale.scaler.iteration import Iteration, Parts, Stage
+from gradscale.scaler.iteration import UNSCALING, Iteration, Parts, Stage
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
@@ -176,7 +176,6 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer) -> None: ...
     @overload
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None, norm_over: NormOver | None = None) -> Array: ...
-    @takes()
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
     ) -> Array | None:
@@ -218,7 +217,8 @@ class GradScaler:
         if not self._enabled:
             return self._clip_unscaled(optimizer, self._checked_request(optimizer, max_norm, norm_over))
         with contextlib.nullcontext() if self._iteration.is_inside_closure else call_of(self, "unscale_()"):
-            request = self._checked_request(optimizer, max_norm, norm_over)
+            is_plain = max_norm is None and norm_over is None
+            request = UNSCALING if is_plain else self._checked_request(optimizer, max_norm, norm_over)
             # Another thread's update may have begun it while this one waited for the lock.
             iteration = self._iteration
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
@@ -657,7 +657,7 @@ class GradScaler:
             if norm_over is not None:
                 msg = f"norm_over={norm_over!r} says over what the norm is taken for max_norm=, got no max_norm"
                 raise InvalidValueError(msg)
-            return Request()
+            return UNSCALING
         largest = checked_norm(max_norm)
         if not self._enabled and norm_over == "group":
             msg = (

@@ -101,7 +101,9 @@ class Step:
         # Set before for a step without a closure, whose evaluations would be taken for another loss.
         self.turn.has_failed = not is_over and not (self.verdict and self.verdict.reason)
         if is_over:
-            if self.returned is not None and _has_declined(self.returned):
+            returned = self.returned
+            # As Megatron's optimizers say it.
+            if returned is NOT_STEPPED or (isinstance(returned, tuple) and returned[:1] == (False,)):
                 self.verdict = self.iteration.decline(self.turn, self.verdict)
             self._record(self)
         return is_over
@@ -164,11 +166,6 @@ class Step:
             f"parameters from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)
-
-
-def _has_declined(returned: object) -> bool:
-    """Tell whether an optimizer says that it made no step: by NOT_STEPPED, or by (False, ...) as Megatron's do."""
-    return returned is NOT_STEPPED or (isinstance(returned, tuple) and len(returned) > 0 and returned[0] is False)
 
 
 @contextlib.contextmanager

@@ -37,8 +37,8 @@ class Pending:
     override: Callable[[], Array | None] | None = None
     is_placeholder = is_late = is_captured = False
     _copy: HostRead | None = None
-    # The reason without the overflow, and whose it is.
-    _otherwise: tuple[Reason, int | None] = Reason.STEPPED, None
+    # Of the reason that an overflow hides.
+    _hidden = 0
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Pending:
         numbers = live.backend.peek(state) if groups else alone
         if not isinstance(code, int):
             (code,) = live.backend.peek((code,)) or (code,)
-        if isinstance(code, int) and code:
-            self._note_code(code)
+        self._live, self._code, self._count = live, code, count
+        if isinstance(code, int):
+            self._hidden = code
         if isinstance(count, int) and count:
             # It goes before a refusal, which counts again if a framework overrules the overflow.
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
-        self._live, self._code, self._count = live, code, count
         norm: Array | float = 0.0
         if found.norm is not None and groups:
             (norm,) = live.backend.peek((found.norm,)) or (found.norm,)
@@ -110,14 +110,14 @@ class Pending:
         xp = array_namespace(shown)
         is_bad = self._live.backend.read(xp.reshape(xp.astype(shown, xp.int32), (1,)))[0] > 0
         if found.reason is Reason.NO_GRADIENTS or is_bad != (found.reason > 0):
-            reason, by = (Reason.OVERFLOW, None) if is_bad else self._otherwise
+            reason, by = (Reason.OVERFLOW, None) if is_bad else self._otherwise()
             return found._replace(reason=reason, by=by, nonfinite=1 if is_bad else 0)
         return found
 
-    def _note_code(self, code: int) -> None:
-        """Remember a spike or a refusal, which an overflow hides."""
-        is_held = claims.reason_number(code) in HELD
-        self._otherwise = claims.reason_and_rank(code) if is_held else (Reason.STEPPED, None)
+    def _otherwise(self) -> tuple[Reason, int | None]:
+        """Return the spike or the refusal that an overflow hides, and whose it is, if there is one."""
+        reason, by = claims.reason_and_rank(self._hidden)
+        return (reason, by) if reason in HELD else (Reason.STEPPED, None)
 
     def _read(self) -> Verdict:
         ballot, copy, live = self._ballot, self._copy, self._live
@@ -136,15 +136,16 @@ class Pending:
             live.settle(self.state, fields)
         # Alone, it may have been refused after the message was made.
         is_own = isinstance(self._code, int) and not self.groups
-        self._note_code(self._code if is_own else claims.code_in(agreed))
+        self._hidden = self._code if is_own else claims.code_in(agreed)
         if self.groups:
             found = ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
         else:
             # No other rank has contributed, so an impossible value is the array library's fault.
             live.checked(fields)
             found = claims.verdict_of(agreed, sent)
-            if found.nonfinite or self._otherwise[0]:
-                reason, by = (Reason.OVERFLOW, self._rank()) if found.nonfinite else self._otherwise
+            otherwise = self._otherwise()
+            if found.nonfinite or otherwise[0]:
+                reason, by = (Reason.OVERFLOW, self._rank()) if found.nonfinite else otherwise
                 found = found._replace(reason=reason, by=by)
         live.require_possible(found.scale)
         if not self.is_captured:
@@ -166,7 +167,11 @@ class Pending:
     def count(self) -> Array | int | None:
         """Return the agreed count, 0-d if the host does not know it; None if it moves no scale. No host read."""
         known = self.known if self.override is None or self.known is None else self.read()
-        return None if (self._is_idle if known is None else not known.moves_scale) else self._deciding_count()
+        if self._is_idle if known is None else (known.is_idle or known.reason in HELD):
+            return None
+        if known is not None and self.override is None and isinstance(self._count, int):
+            return known.nonfinite
+        return self._deciding_count()
 
     def _deciding_count(self) -> Array | int:
         """Return the count that decides: a framework's, if it has one and no spike or refusal stands against it."""
@@ -225,8 +230,7 @@ class Pending:
 
     def refuse(self, code: int) -> None:
         """Skip the step of a process that decides alone."""
-        self._code = code
-        self._note_code(code)
+        self._code = self._hidden = code
         if self.known is not None and not self.known.nonfinite:
-            reason, by = self._otherwise
+            reason, by = self._otherwise()
             self.known = self.known._replace(reason=reason, by=by)
