@@ -151,14 +151,11 @@ class GroupWait:
         self.on_give_up = on_give_up
         self._process = os.getpid()
 
-    def require_own(self) -> None:
-        """Raise BackendError in a child after fork: its messages would be taken for those of its parent."""
-        if self._process != os.getpid():
-            forbid_forked(self._library, f"rank {self.rank} of {self.size} is process {self._process}")
-
     def require_usable(self) -> None:
         """Raise BackendError when the group was given up, with the reason, or belongs to the parent process."""
-        self.require_own()
+        if self._process != os.getpid():
+            # Messages of a child after fork would be taken for those of its parent.
+            forbid_forked(self._library, f"rank {self.rank} of {self.size} is process {self._process}")
         if _given_up and self.group in _given_up:
             msg = f"{self._refusal}. It was given up for: {_given_up[self.group]}"
             raise BackendError(msg)
@@ -183,9 +180,10 @@ class GroupWait:
     ) -> _Result:
         """Call something of the library; an exception, Ctrl-C as well, gives the group up.
 
-        BackendError comes from the library's exceptions, and in a child after fork; gradscale's are raised as they are.
+        BackendError comes from the library's exceptions, and for a group that is not usable; gradscale's are raised as
+        they are.
         """
-        self.require_own()
+        self.require_usable()
         try:
             return call(*args, **kwargs)
         except Exception as error:
@@ -206,10 +204,6 @@ class GroupWait:
         finally:
             self._timeout = timeout
 
-    def timed_out(self, operation: str = "the agreement on a step") -> CollectiveTimeoutError:
-        """Return the error for the end of the time."""
-        return CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
-
     def until(
         self,
         is_done: Callable[[], bool],
@@ -220,7 +214,7 @@ class GroupWait:
         """Poll until something is done; CollectiveTimeoutError when the time is over."""
         wait = functools.partial(poll, is_done, longest_pause=longest_pause)
         if not wait_and_tell(wait, self._timeout, self.rank, self.size, operation):
-            raise self.timed_out(operation)
+            raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
 
 
 class DeviceCommunicator(Protocol):
@@ -283,7 +277,6 @@ class DeviceCollectives:
 
         @functools.cache
         def finish() -> _Array:
-            self._group.require_usable()
             self._group.run(self._poll, is_over)
             return result()
 

@@ -86,10 +86,6 @@ class NumpyBackend(Backend):
         """Return the numbers in 0-d arrays."""
         return list(map(_item, arrays))
 
-    def integers(self, values: Sequence[int], like: NumpyArray, /) -> NumpyArray:  # noqa: ARG002
-        """Return Python ints as a 1-d int32 array."""
-        return np.array(values, np.int32)
-
     def number_like(self, number: float, like: NumpyArray) -> NumpyArray:
         """Return a number as a 0-d array of the dtype of another."""
         return np.array(number, like.dtype)

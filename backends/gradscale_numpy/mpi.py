@@ -157,7 +157,6 @@ class MPICollectives:
     def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin a MAX all-reduce as :class:`gradscale.Collectives` do; the host reads a device's array now."""
         _require_not_finalized()
-        self._group.require_usable()
         require_message(x)
         is_host = isinstance(x, np.ndarray)
         send = np.ascontiguousarray(x) if is_host else np.asarray(registry.backend_for(x).read(x), dtype=np.int32)

@@ -219,6 +219,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     @overload
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None) -> Tensor | None: ...
     @hosts.untraced
+    @takes()
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None = None) -> Tensor | None:
         """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
 

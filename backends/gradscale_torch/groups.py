@@ -103,7 +103,7 @@ class TorchCollectives:
             forbid_capture(where if sent.is_cpu else sent.device, _OF_THE_DEVICE)
         # It is sent, and then receives the result.
         buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
-        return Reduction(self, group, self.reduce(group, buffer), buffer, x)
+        return Reduction(self._is_lookalike, group, self.reduce(group, buffer), buffer, x)
 
     @property
     def within(self) -> Callable[[float], contextlib.AbstractContextManager[None]]:
@@ -119,7 +119,7 @@ class TorchCollectives:
         group = self.resolve()
         buffer = x.detach().to(travels_on(self._carriers, x.device, group.group), copy=True).reshape(1)
         work = self.reduce(group, buffer, "SUM")
-        total: Tensor = Reduction(self, group, work, buffer, x)()
+        total: Tensor = Reduction(self._is_lookalike, group, work, buffer, x)()
         return total.reshape(())
 
     def reduce(self, group: GroupWait, buffer: Tensor, operation: str = "MAX") -> dist.Work:
@@ -137,17 +137,6 @@ class TorchCollectives:
             _forget_what_is_done()
             _under_way[id(work)] = (work, buffer, group.group)
         return work
-
-    def finish(self, group: GroupWait, work: dist.Work) -> None:
-        """Make the CPU wait until a reduction is done, it fails, or the time is over."""
-        group.require_usable()
-        # All that the work of a lookalike must have is wait().
-        if not self._is_lookalike:
-            # Some wait without looking at signals and the time, and accelerators do not wait at all.
-            group.run(group.until, work.is_completed, longest_pause=DEVICE_PAUSE)
-        # Raises its failure.
-        group.run(work.wait)
-        _under_way.pop(id(work), None)
 
     def example(self) -> Tensor:
         """Return a 0-d float32 tensor on a device of the group, for a rank that never has an array."""
@@ -168,7 +157,6 @@ class TorchCollectives:
                 f"construct the scaler after init_process_group(), or call set_group() with a group of this world"
             )
             raise BackendError(msg)
-        group.require_usable()
         return group
 
     def _resolve(self) -> GroupWait:
@@ -204,7 +192,7 @@ def _abort(group: dist.ProcessGroup, carriers: dict[str, str], error: BaseExcept
 class Reduction:
     """A reduction under way. Calling it finishes it and returns the result."""
 
-    _collectives: TorchCollectives
+    _is_lookalike: bool
     _group: GroupWait
     _work: dist.Work
     _buffer: Tensor
@@ -229,8 +217,17 @@ class Reduction:
     def wait(self) -> None:
         """Make the CPU wait for the ranks, on any device."""
         if not self._is_done:
-            self._collectives.finish(self._group, self._work)
+            self._group.run(self._wait)
+            _under_way.pop(id(self._work), None)
             self._is_done = True
+
+    def _wait(self) -> None:
+        # All that the work of a lookalike must have is wait().
+        if not self._is_lookalike:
+            # Some wait without looking at signals and the time, and accelerators do not wait at all.
+            self._group.until(self._work.is_completed, longest_pause=DEVICE_PAUSE)
+        # Raises its failure.
+        self._work.wait()
 
 
 def _forget_what_is_done() -> None:

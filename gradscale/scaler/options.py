@@ -74,24 +74,27 @@ _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_s
 _OF_TORCH = {"device", "process_group", "allow_fp16_grads"}
 
 
-def takes(kind: type) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
-    """Add a TypedDict's options to those of a constructor, and to its signature; others: InvalidTypeError."""
+def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
+    """Add a TypedDict's options to those of a constructor or method, and to its signature; others: InvalidTypeError."""
 
     def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
         own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
         make = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        told = kind.__annotations__
+        told = {} if kind is None else kind.__annotations__
         # The factors come first, as torch has them.
         names = sorted(told, key=lambda name: name not in FACTORS)
         fields = [make(x, default=DEFAULTS.get(x), annotation=told[x].__forward_arg__) for x in names]
         signature = inspect.Signature([*own, *fields])
+        by_position = sum(one.kind is not one.KEYWORD_ONLY for one in own)
 
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise _mistake(function.__name__, signature, args, kwargs, str(error)) from None
+            # It takes longer than Python's own call.
+            if told or kwargs or len(args) != by_position:
+                try:
+                    signature.bind(*args, **kwargs)
+                except TypeError as error:
+                    raise _mistake(function.__name__, signature, args, kwargs, str(error)) from None
             return function(*args, **kwargs)
 
         vars(call)["__signature__"] = signature

@@ -176,6 +176,7 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer) -> None: ...
     @overload
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None, norm_over: NormOver | None = None) -> Array: ...
+    @takes()
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
     ) -> Array | None:
@@ -217,8 +218,7 @@ class GradScaler:
         if not self._enabled:
             return self._clip_unscaled(optimizer, self._checked_request(optimizer, max_norm, norm_over))
         with contextlib.nullcontext() if self._iteration.is_inside_closure else call_of(self, "unscale_()"):
-            is_plain = max_norm is None and norm_over is None
-            request = UNSCALING if is_plain else self._checked_request(optimizer, max_norm, norm_over)
+            request = self._checked_request(optimizer, max_norm, norm_over)
             # Another thread's update may have begun it while this one waited for the lock.
             iteration = self._iteration
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)

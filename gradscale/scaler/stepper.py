@@ -103,7 +103,7 @@ class Step:
         if is_over:
             returned = self.returned
             # As Megatron's optimizers say it.
-            if returned is NOT_STEPPED or (isinstance(returned, tuple) and returned[:1] == (False,)):
+            if returned is NOT_STEPPED or (isinstance(returned, tuple) and len(returned) > 0 and returned[0] is False):
                 self.verdict = self.iteration.decline(self.turn, self.verdict)
             self._record(self)
         return is_over

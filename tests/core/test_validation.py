@@ -245,3 +245,5 @@ def test_a_name_that_is_no_option_is_an_error():
     told = r"missing a required .*: 'group', which must be a communicator.*alone wants gradscale\.GradScaler\)$"
     with pytest.raises(InvalidTypeError, match=told):
         ShardedGradScaler()  # type: ignore[call-arg]
+    with pytest.raises(InvalidTypeError, match=r"unscale_\(\) takes .* by name, such as max_norm=, got \(1\.0,"):
+        GradScaler().unscale_(Tree([]), 1.0)  # type: ignore[arg-type]
