@@ -15,8 +15,7 @@ from jax.typing import DTypeLike
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic, summaries
 from gradscale.core.arithmetic import Kind, UnitState, check_real_dtype, kind_of, reciprocal, widened
-from gradscale.core.messages import shown
-from gradscale.errors import InvalidTypeError
+from gradscale.errors import InvalidTypeError, shown
 
 _Arrays: TypeAlias = Sequence[jax.Array]
 

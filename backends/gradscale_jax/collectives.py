@@ -14,9 +14,8 @@ from jax import lax
 from gradscale import ScaleState, registry
 from gradscale.core import validation
 from gradscale.core.arithmetic import is_floating
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.overflow import ParameterReport, find_cause
 from gradscale.scaler.reports import Row, tell

@@ -15,9 +15,8 @@ from jax.typing import DTypeLike
 
 from gradscale import ScaleState, SkipSpikes
 from gradscale.core.arithmetic import Kind, UnitState, kind_of
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, shown
 from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict
 from gradscale_jax.judge import GuardedState, Judge

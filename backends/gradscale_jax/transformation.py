@@ -14,9 +14,8 @@ from jax.typing import DTypeLike
 from gradscale import ScaleState, SkipSpikes, StaticScale
 from gradscale.core import validation
 from gradscale.core.arithmetic import UnitState, check_real_dtype
-from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
 from gradscale.policies.spikes import SpikeState
 from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict

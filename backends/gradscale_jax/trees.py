@@ -13,8 +13,7 @@ from jax.typing import DTypeLike
 import gradscale
 from gradscale import ScaleState, StaticScale
 from gradscale.core.arithmetic import UnitState
-from gradscale.core.messages import reading, shown
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
 
 T = TypeVar("T")
 

@@ -17,9 +17,8 @@ from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
 from gradscale.core.aliasing import numbered, overlap, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
-from gradscale.core.messages import warn_caller
 from gradscale.core.summaries import Summary
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidValueError, warn_caller
 from gradscale_numpy import kernels
 
 NumpyArray = NDArray[Any]
@@ -85,6 +84,10 @@ class NumpyBackend(Backend):
     def peek(self, arrays: Sequence[NumpyArray], /) -> list[Any]:
         """Return the numbers in 0-d arrays."""
         return list(map(_item, arrays))
+
+    def integers(self, values: Sequence[int], like: NumpyArray, /) -> NumpyArray:  # noqa: ARG002
+        """Return Python ints as a 1-d int32 array."""
+        return np.array(values, np.int32)
 
     def number_like(self, number: float, like: NumpyArray) -> NumpyArray:
         """Return a number as a 0-d array of the dtype of another."""

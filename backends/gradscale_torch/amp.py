@@ -19,9 +19,8 @@ import gradscale
 from gradscale import registry
 from gradscale.core import validation
 from gradscale.core.gradients import Request
-from gradscale.core.messages import reading, shown, warn_caller
 from gradscale.core.protocols import Collectives, Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown, warn_caller
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, Watching, takes
 from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, step_of

@@ -14,11 +14,10 @@ from gradscale.core import arithmetic, tree
 from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
 from gradscale.core.backend import HostRead, require_values
 from gradscale.core.gradients import Collected, Listed, Request, named_gradients
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, shown
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, gradients
 from gradscale_torch.devices import CPU, Flags, TensorRead, combined, forbid_capture, integers, is_capturing, moved

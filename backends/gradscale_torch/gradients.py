@@ -15,10 +15,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import aliasing, gradients
 from gradscale.core.gradients import Found, Home, Listed, Request
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL
-from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError
+from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, shown
 from gradscale_torch.devices import CPU, Flags, combined, is_capturing, moved, would_wait
 from gradscale_torch.groups import TorchCollectives
 

@@ -14,9 +14,8 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 import gradscale
 from gradscale.core.gradients import Found
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidValueError, shown
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 from gradscale.scaler.scaler import iteration_of
 from gradscale.scaler.verdict import Pending

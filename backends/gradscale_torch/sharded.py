@@ -11,9 +11,8 @@ from typing import Any, Unpack
 # Looked up once: a framework may put the class of this file in the place of torch's name.
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidValueError, shown
 from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
 from gradscale_torch.amp import Device, GradScaler
 from gradscale_torch.groups import TorchCollectives

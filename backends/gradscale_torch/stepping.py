@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradscale.core.gradients import Request
-from gradscale.core.messages import warn_caller
+from gradscale.errors import warn_caller
 from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.stepper import Step, within_the_step

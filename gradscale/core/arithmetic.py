@@ -18,9 +18,8 @@ import array_api_compat
 from array_api_compat import array_namespace, to_device
 
 from gradscale.core import validation
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace, ScaleState
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidValueError, shown
 
 STANDARD_FUNCTIONS = (
     "__array_namespace_info__",

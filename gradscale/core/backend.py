@@ -11,10 +11,9 @@ from array_api_compat import array_namespace, to_device
 from gradscale.core import arithmetic, summaries, tree
 from gradscale.core.arithmetic import device, on
 from gradscale.core.gradients import Collected, Gradients, Listed, Request
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, Policy, ScaleState
 from gradscale.core.tree import first_floating, floating_leaves, require_arrays
-from gradscale.errors import BackendNotAvailableError, InvalidTypeError
+from gradscale.errors import BackendNotAvailableError, InvalidTypeError, shown
 
 _State = TypeVar("_State", bound=tuple[Any, ...])
 _Multiply = Callable[[Sequence[Array]], Sequence[Array]]

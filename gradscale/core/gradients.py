@@ -14,7 +14,6 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import tree, validation
 from gradscale.core.arithmetic import UnitState, as_0d_array, clip_factor_of, float32_bits, is_floating
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import (
     Array,
     Collectives,
@@ -25,7 +24,7 @@ from gradscale.core.protocols import (
     ScaleState,
 )
 from gradscale.core.tree import first_floating, floating_leaves
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, reading, shown, unreadable
 
 if TYPE_CHECKING:
     from gradscale.core.backend import Backend

@@ -9,10 +9,9 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
 from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, replicas
-from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.core.tree import floating_leaves
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
 
 _T = TypeVar("_T")
 

@@ -13,9 +13,8 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import arithmetic
 from gradscale.core.backend import Backend
-from gradscale.core.messages import nearest, reading, shown
 from gradscale.core.protocols import Array, Collectives, GroupBackend
-from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
+from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError, nearest, reading, shown
 from gradscale.extras import remedy
 
 if TYPE_CHECKING:

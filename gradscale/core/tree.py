@@ -19,9 +19,8 @@ from typing import Any, TypeAlias, TypeVar
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.arithmetic import Kind, kind_of, library_name
-from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array, Namespace
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, reading, shown, unreadable
 
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
 __dir__ = __all__.copy

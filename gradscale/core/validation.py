@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
 
 LARGEST_FLOAT16 = 65504.0
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127

@@ -15,9 +15,8 @@ from array_api_compat import array_namespace, is_array_api_obj, to_device
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, device, has_float64, on
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace, Numbers, ScaleState
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, shown
 
 AtMin = Literal["clamp", "hold", "raise"]
 GrowthAfter = Literal["interval", "first_interval_plus_one", "interval_plus_one"]

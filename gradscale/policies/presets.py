@@ -15,9 +15,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
 
 from gradscale.core import validation
-from gradscale.core.messages import nearest, shown
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, shown
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.rules import GradualScale
 

@@ -9,9 +9,8 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
 from gradscale.core.arithmetic import on
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, shown
 from gradscale.policies.dynamic import home_of
 
 STANDARD_FUNCTIONS = ("abs", "max", "sqrt", "sum")

@@ -18,9 +18,15 @@ from array_api_compat import array_namespace
 from gradscale.core import registry, validation
 from gradscale.core.backend import Backend
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy
-from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, GradscaleError, ScaleDesyncError
+from gradscale.errors import (
+    BackendError,
+    CallOrderError,
+    CollectiveTimeoutError,
+    GradscaleError,
+    ScaleDesyncError,
+    shown,
+)
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import Claim, Outcome, Verdict
 from gradscale.scaler.state import LiveState

@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gradscale.core import validation
-from gradscale.core.messages import key_names, reading, shown
 from gradscale.core.protocols import Policy, ScaleState
-from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
+from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError, key_names, reading, shown
 from gradscale.policies.dynamic import BoundedScale, DynamicScale, StaticScale
 from gradscale.policies.rules import GradualScale
 from gradscale.scaler.guard import SavedWindows, checked_windows

@@ -37,10 +37,9 @@ from array_api_compat import array_namespace
 
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import norm_bits
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Numbers, Policy, ScaleState
 from gradscale.core.validation import bits_of_float32, float32_from_bits
-from gradscale.errors import InvalidTypeError, ScaleDesyncError
+from gradscale.errors import InvalidTypeError, ScaleDesyncError, shown
 from gradscale.version import __version__
 
 WORDS = 2

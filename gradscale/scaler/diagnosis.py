@@ -18,11 +18,10 @@ from gradscale.core import registry, tree, validation
 from gradscale.core.arithmetic import Kind, device, is_floating, kind_of, library_name, nonfinite_flag
 from gradscale.core.gradients import HeldArray, held_arrays, name_gradients, named_gradients
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.summaries import Summary
 from gradscale.core.tree import first_floating, require_arrays
-from gradscale.errors import BackendError, GradscaleError, InvalidTypeError
+from gradscale.errors import BackendError, GradscaleError, InvalidTypeError, shown
 from gradscale.scaler.agreement import Exchange
 from gradscale.scaler.claim import Call, Verdict
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn

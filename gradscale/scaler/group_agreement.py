@@ -9,10 +9,9 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, library_name
-from gradscale.core.messages import shown
 from gradscale.core.ops import require_state
 from gradscale.core.protocols import Array, Collectives, Namespace, Policy, ScaleState
-from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError
+from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
 from gradscale.scaler.claim import Call, Claim, Flags, Reason

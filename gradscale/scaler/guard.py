@@ -14,9 +14,8 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, on
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Optimizer
-from gradscale.errors import InvalidTypeError
+from gradscale.errors import InvalidTypeError, shown, warn_caller
 from gradscale.policies.spikes import SkipSpikes, SpikeState, empty_windows
 from gradscale.scaler.claim import Reason
 

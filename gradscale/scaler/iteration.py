@@ -12,9 +12,8 @@ from array_api_compat import is_array_api_obj
 
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import Listed, Request, named_gradients, require_step
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.errors import CallOrderError, GradscaleError, ScaleUnderflowError
+from gradscale.errors import CallOrderError, GradscaleError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement
 from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict

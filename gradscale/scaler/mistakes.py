@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradscale.core.messages import warn_caller
+from gradscale.errors import warn_caller
 from gradscale.scaler.overflow import NO_GRADIENTS
 
 

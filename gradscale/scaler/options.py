@@ -10,10 +10,9 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.backend import Backend
-from gradscale.core.messages import nearest, shown
 from gradscale.core.protocols import Policy
 from gradscale.core.registry import A_GROUP
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, shown
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.spikes import SkipSpikes
 from gradscale.scaler.reports import HISTORY_SIZE, WARN_AFTER, Diagnose, OnSkip, OnUpdate

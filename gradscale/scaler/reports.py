@@ -8,8 +8,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import shown, warn_caller
-from gradscale.errors import CallOrderError, InvalidTypeError, TrainingStalledError, TrainingStalledWarning
+from gradscale.errors import (
+    CallOrderError,
+    InvalidTypeError,
+    TrainingStalledError,
+    TrainingStalledWarning,
+    shown,
+    warn_caller,
+)
 from gradscale.scaler.claim import HELD, Reason, Verdict
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.verdict import Pending

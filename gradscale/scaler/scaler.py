@@ -14,9 +14,16 @@ from gradscale.core.arithmetic import NormOver, checked_norm
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import shown, unreadable
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, ScaleState
-from gradscale.errors import CallOrderError, GradscaleError, InvalidTypeError, InvalidValueError, ScaleUnderflowError
+from gradscale.errors import (
+    CallOrderError,
+    GradscaleError,
+    InvalidTypeError,
+    InvalidValueError,
+    ScaleUnderflowError,
+    shown,
+    unreadable,
+)
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement, Exchange
@@ -218,7 +225,8 @@ class GradScaler:
         if not self._enabled:
             return self._clip_unscaled(optimizer, self._checked_request(optimizer, max_norm, norm_over))
         with contextlib.nullcontext() if self._iteration.is_inside_closure else call_of(self, "unscale_()"):
-            request = self._checked_request(optimizer, max_norm, norm_over)
+            is_plain = max_norm is None and norm_over is None
+            request = UNSCALING if is_plain else self._checked_request(optimizer, max_norm, norm_over)
             # Another thread's update may have begun it while this one waited for the lock.
             iteration = self._iteration
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)

@@ -17,9 +17,8 @@ from array_api_compat import array_namespace
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, device, has_float64, kind_of
 from gradscale.core.backend import Backend
-from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Namespace, Numbers, Policy, ScaleState
-from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
+from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError, reading, shown
 from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
 
 _Trackers: TypeAlias = tuple[float, ...]

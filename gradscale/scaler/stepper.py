@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from gradscale.core.messages import shown
 from gradscale.core.protocols import NOT_STEPPED, Optimizer
-from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError, InvalidTypeError
+from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError, InvalidTypeError, shown
 from gradscale.scaler.claim import HELD, Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
 from gradscale.core import validation
-from gradscale.core.messages import at_scale, shown
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, LogWriteError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, LogWriteError, at_scale, shown
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
 

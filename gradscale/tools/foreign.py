@@ -11,9 +11,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from gradscale.core import validation
-from gradscale.core.messages import key_names, nearest, reading, shown
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
+from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError, key_names, nearest, reading, shown
 from gradscale.policies import presets
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint

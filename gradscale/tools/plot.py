@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradscale.core import validation
-from gradscale.core.messages import shown
 from gradscale.core.validation import LARGEST_FLOAT16
-from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
+from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, shown
 from gradscale.extras import needs
 from gradscale.scaler.reports import StepReport, UpdateReport
 from gradscale.tools.callbacks import LogRow, read_log, row_of

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
 from gradscale.core import validation
-from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Numbers, Policy, ScaleState
 from gradscale.core.validation import LARGEST_FLOAT16
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
 from gradscale.extras import needs
 from gradscale.policies.dynamic import next_numbers
 

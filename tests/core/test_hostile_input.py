@@ -24,7 +24,7 @@ from tiers import examples
 import gradscale
 from gradscale import DynamicScale, GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, presets, tree
 from gradscale.core import validation
-from gradscale.core.messages import shown
+from gradscale.errors import shown
 from gradscale.testing import run_ranks
 from gradscale.tools import simulation
 from gradscale.tools.callbacks import read_log

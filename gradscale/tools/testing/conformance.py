@@ -15,9 +15,8 @@ from gradscale.core import arithmetic, ops, registry, summaries, validation
 from gradscale.core.arithmetic import device as device_of
 from gradscale.core.arithmetic import on
 from gradscale.core.backend import Backend
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
-from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError
+from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError, shown
 from gradscale.policies import spikes
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.rules import GradualScale

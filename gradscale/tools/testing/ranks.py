@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
-from gradscale.core.messages import shown
 from gradscale.core.protocols import Array
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, shown
 from gradscale.waiting import GroupWait
 
 _Result = TypeVar("_Result")
