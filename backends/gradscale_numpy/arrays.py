@@ -43,7 +43,8 @@ class NumpyBackend(Backend):
     fast : bool, optional
         Whether to use the kernels compiled by numba (extra ``fast``) for float16, bfloat16 and float32; they are
         compiled at the first call and cached on disk. Default: if numba is installed, unless the environment says
-        ``GRADSCALE_NUMPY_FAST=0``. Under ``NUMBA_DISABLE_JIT=1`` they are never used. Both give the same bits.
+        ``GRADSCALE_NUMPY_FAST=0``. Under ``NUMBA_DISABLE_JIT=1`` they are never used. Both give the same bits, but for
+        those of a NaN.
 
     Examples
     --------
