@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,49 +53,6 @@ def test_update_is_torchs(
     # Torch goes on into the subnormals, and to 0.
     expected = (new_scale.item(), new_tracker.item()) if new_scale >= SMALLEST else (SMALLEST, 0)
     assert arrays.state(state)[:2] == expected
-
-
-# unscale.
-
-PATTERNS: dict[str, Any] = {"float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
-
-
-def torch_unscale(grads: list[Any], scale: float):
-    """Return torch's gradients and verdict, given NumPy's."""
-    tensors = [torch.from_numpy(grad.copy()) for grad in grads]
-    inverse = torch.tensor(scale).double().reciprocal().float()
-    found = torch.zeros(())
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
-    return [tensor.numpy() for tensor in tensors], bool(found.item())
-
-
-def check_unscale(arrays: Library, grads: list[Any], scale: float):
-    """Compare bits and verdict."""
-    names = [grad.dtype.name for grad in grads]
-    theirs, their_verdict = torch_unscale(grads, scale)
-    state = start(arrays, DynamicScale(init_scale=scale))
-    ours, nonfinite = gradscale.unscale([arrays.xp.asarray(grad) for grad in grads], state)
-    for name, mine, other in zip(names, ours, theirs, strict=True):
-        arrays.assert_array(mine, other, name)
-    bad = sum(not np.isfinite(other).all() for other in theirs)
-    assert arrays.item(nonfinite) == bad
-    # Torch judges what it is given, and we what is stored: they differ where a finite value overflows.
-    assert their_verdict == any(not np.isfinite(grad).all() for grad in grads)
-    if their_verdict != (bad > 0):
-        assert scale < 1.0
-
-
-@given(
-    data=st.data(),
-    scale=st.one_of(st.sampled_from([2.0**16, 1.0, 2.0**-4, 3.0]), st.floats(SMALLEST, LARGEST, width=32)),
-)
-def test_unscale_is_torchs_whatever_the_dtypes_and_the_bits(arrays: Library, data, scale: float):
-    grads = []
-    for dtype in data.draw(st.lists(st.sampled_from(list(PATTERNS)), max_size=3)):
-        unsigned = PATTERNS[dtype]
-        bits = data.draw(st.lists(st.integers(0, int(np.iinfo(unsigned).max)), max_size=5))
-        grads.append(np.asarray(bits, unsigned).view(dtype))
-    check_unscale(arrays, grads, scale)
 
 
 def test_unscale_of_bfloat16_is_torchs():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from axes import is_torch_2_6
 from axes_torch import GradScaler, TorchScaler, torch
-from small_torch import LAYOUTS, assert_same
+from small_torch import assert_same
 from tiers import examples, later
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedScaler
@@ -66,9 +66,6 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "number inside": lambda loss: [loss, 3],
 }
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "int32", "int64", "uint8", "bool")
-
-
-DENSE = [name for name in LAYOUTS if not name.startswith("coo")]
 
 
 class Plan(NamedTuple):
@@ -175,8 +172,6 @@ class Chance:
             [
                 *(self._scale(), self._scale(), ("scale", choice(list(WRONG)), "float32", ())),
                 *(("scale_later", choice(["iterator", "set"])), ("consume",)),
-                *[("lay_out", optimizer, choice(list(LAYOUTS)))] * 2,
-                *[("regroup", optimizer, *choice(PLACES))] * 2,
                 *[("train", optimizer, self._bad())] * 2,
                 *[("unscale", optimizer)] * 2,
                 *[("step", optimizer)] * 3,
@@ -192,7 +187,7 @@ class Chance:
                 *(("judge", optimizer), ("found", optimizer), ("preset", optimizer), ("step_closure", optimizer)),
                 ("train", optimizer, self._bad(), True),
                 *(("make_state",), ("put_scale", choice([2.0, 2.0**9]), choice([True, False]))),
-                *(("assign", *choice(FIRST)), ("trade", optimizer, choice(self._optimizers))),
+                ("assign", *choice(FIRST)),
             ]
         )
 
@@ -213,10 +208,6 @@ class Chance:
             # Some accumulate.
             yield from [("train", optimizer, self._bad())] * (1 if draw() < 0.8 else 2)
         for optimizer in chosen:
-            if draw() < 0.2:
-                yield "lay_out", optimizer, self._random.choice(DENSE)
-            if draw() < 0.05:
-                yield "regroup", optimizer, *self._random.choice(PLACES)
             if draw() < 0.15:
                 yield "judge", optimizer
             if draw() < 0.05:
@@ -251,8 +242,6 @@ class Chance:
 
 # Attributes of torch's, which need a scaler that has no tensors yet, or serve any.
 FIRST = [("_init_scale", 8.0), ("_init_growth_tracker", 1), ("_growth_factor", 4.0), ("_backoff_factor", 0.25)]
-# Which parameter is put elsewhere, and whether into a list of its own.
-PLACES = [(0, True), (0, False), (1, True), (1, False)]
 
 
 def delete(states, key: int):
@@ -406,31 +395,6 @@ class Side:
 
     def consume(self):
         return next(self._later, None)
-
-    def lay_out(self, index: int, name: str):
-        parameter = self.models[index][1]
-        if parameter.grad is not None and parameter.grad.layout == torch.strided:
-            parameter.grad = LAYOUTS[name](parameter.grad)
-
-    def regroup(self, index: int, place: int, is_new: bool):
-        """Take a parameter out of its optimizer, or put it back."""
-        parameter, optimizer = self.models[index][place], self.optimizers[index]
-        for group in optimizer.param_groups:
-            if any(one is parameter for one in group["params"]):
-                kept = [one for one in group["params"] if one is not parameter]
-                group["params"][:] = kept
-                group["params"] = kept if is_new else group["params"]
-                return
-        if is_new:
-            optimizer.add_param_group({"params": [parameter]})
-        else:
-            optimizer.param_groups[0]["params"].append(parameter)
-
-    def trade(self, index: int, other: int):
-        """Exchange the first parameters of two optimizers."""
-        groups = [self.optimizers[one].param_groups[0] for one in (index, other)]
-        if all(group["params"] for group in groups):
-            groups[0]["params"][0], groups[1]["params"][0] = (group["params"][0] for group in reversed(groups))
 
     def train(self, index: int, bad: float | None, by_hand: bool = False):
         first, *others = self.models[index]
@@ -600,8 +564,6 @@ class Side:
             "tracker": self.scaler._get_growth_tracker(),
             "parameters": self.models,
             "gradients": [[parameter.grad for parameter in model] for model in self.models],
-            # The memory beside a view stays as it is.
-            "bases": [getattr(model[1].grad, "_base", None) for model in self.models],
             "optimizers": [
                 [dict(optimizer.state.get(parameter, {})) for parameter in model]
                 for model, optimizer in zip(self.models, self.optimizers, strict=True)
