@@ -1,30 +1,119 @@
 """Groups of processes, under MPI and over torch's gloo: what may be one, what passes, and programs that end badly."""
 
+import contextlib
+import gc
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import group_scenarios as scenarios
+import numpy as np
 import pytest
-from axes import require
 from commands import ran
+from events import tell, wait_for
+from scenarios import SGD, begun, fresh, gradients, is_mpi, iterate, raised, rank_and_size
 from tiers import later
-from worlds import GlooWorld, MPIWorld, ProcessWorld, agree, mpi_command, mpi_environment
+from worlds import GlooWorld, MPIWorld, ProcessWorld, agree, alone, mpi_command, mpi_environment
+
+import gradscale
+from gradscale import registry
+from gradscale.testing import check_collectives
+
+with contextlib.suppress(ImportError):
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    import gradscale_torch
+    from gradscale_torch import groups as adapter
 
 pytestmark = pytest.mark.tier("ranks")
 
 mpi_only = pytest.mark.mpi
 torch_only = pytest.mark.torch
 
+BackendError, InvalidValueError = gradscale.BackendError, gradscale.InvalidValueError
+
+
+def start_largest(group) -> Callable[[], list[int]]:
+    """Start the user's own message; what waits for it returns the largest rank, 16 times."""
+    mine = np.full(16, rank_and_size(group)[0], np.int32)
+    if is_mpi(group):
+        from mpi4py import MPI
+
+        theirs = np.zeros_like(mine)
+        request = group.Iallreduce(mine, theirs, op=MPI.MAX)
+        return lambda: (request.Wait(), theirs.tolist())[1]
+    tensor = torch.from_numpy(mine)
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return lambda: (work.wait(), tensor.tolist())[1]
+
+
+def refused(group, kind: type[Exception], *said: str):
+    """Assert that something cannot be the group of a scaler."""
+    raised(kind, lambda: gradscale.ShardedGradScaler(group=group, timeout=0.5), *said)
+
+
+def skips(group, bad: bool, reached: bool = True):
+    """Make an iteration that overflows on some rank; assert that this rank skips, if it is one that is reached."""
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    report = iterate(scaler, SGD(None), gradients("numpy", np.nan if bad else 1.0))
+    assert (report.skipped, scaler.get_scale()) == ((True, 2.0**15) if reached else (False, 2.0**16))
+
+
+def in_folders(world, scenario, ranks, folder: Path):
+    """Run a scenario of a late rank with a folder of its own for each."""
+    for late_rank in ranks:
+        (own := folder / str(late_rank)).mkdir()
+        agree(world, scenario, [(late_rank, str(own))])
+
+
+# Over MPI and gloo.
+
+
+def overlapped(group):
+    """Use the group between unscale_ and step, blocking and not, as gradient clipping does."""
+    largest = [rank_and_size(group)[1] - 1] * 16
+    _, scaler, optimizer = begun(group)
+    for iteration in range(50):
+        scaler.scale(np.float32(1.0))
+        optimizer.grads = gradients("numpy")
+        finish = start_largest(group)
+        scaler.unscale_(optimizer)
+        assert start_largest(group)() == largest
+        if iteration % 2:
+            assert finish() == largest
+        scaler.step(optimizer)
+        if not iteration % 2:
+            assert finish() == largest
+        scaler.update()
+
 
 def test_messages_never_meet_the_users_own(processes: ProcessWorld):
-    agree(processes, scenarios.overlapped, [()])
+    agree(processes, overlapped, [()])
+
+
+def grid(group, bad_rank: int, kind: str):
+    """Agree over both dimensions of a grid of 2 x 2 ranks in turn, or over its rows alone, which reaches one row."""
+    rank, _ = rank_and_size(group)
+    if is_mpi(group):
+        rows, columns = group.Split(rank // 2, rank), group.Split(rank % 2, rank)
+        groups = {"both": [rows, columns], "rows": rows}
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        groups = {"both": mesh.get_all_groups(), "rows": rows, "mixed": [rows, mesh["row"]]}
+    skips(groups[kind], rank == bad_rank, kind != "rows" or rank // 2 == bad_rank // 2)
+    if is_mpi(group):
+        rows.Free()
+        columns.Free()
 
 
 @pytest.mark.parametrize(
@@ -35,31 +124,129 @@ def test_messages_never_meet_the_users_own(processes: ProcessWorld):
     ],
 )
 def test_a_list_of_groups_reaches_every_rank_of_a_grid(world: ProcessWorld, kinds: list[str]):
-    agree(world, scenarios.grid, [(bad_rank, kind) for bad_rank in range(4) for kind in kinds])
+    agree(world, grid, [(bad_rank, kind) for bad_rank in range(4) for kind in kinds])
+
+
+@alone
+def after_a_timeout(group, late_rank: int, folder: str):
+    """Time out, wait for the late rank by other means, and go on over a new group."""
+    rank, size = rank_and_size(group)
+    others_way = fresh(group)
+    skips(group, True)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=0.5)
+    earlier = registry.collectives_for(group, 0.5)
+    if rank == late_rank:
+        # It meets the messages of the others, and knows nothing of their timeout.
+        wait_for(folder, "gave up", size - 1)
+        iterate(scaler, SGD(None), gradients("numpy"))
+    else:
+        raised(gradscale.CollectiveTimeoutError, lambda: iterate(scaler, SGD(None), gradients("numpy")))
+        tell(folder, "gave up", rank)
+        said = "an agreement over this ", "comm.Dup()" if is_mpi(group) else "new_group()"
+        offered = [group]
+        if not is_mpi(group):
+            offered += [DeviceMesh.from_group(group, "cpu")]
+            raised(BackendError, lambda: torch_collectives(None), *said)
+        for one in offered:
+            refused(one, BackendError, *said)
+        raised(BackendError, lambda: earlier.start_max(np.zeros(1, np.int32)), *said)
+    start_largest(others_way)()
+    skips(fresh(others_way), rank == late_rank)
 
 
 def test_after_a_timeout_another_group_is_needed_and_meets_no_old_messages(processes: ProcessWorld, tmp_path: Path):
-    for late_rank in (0, processes.size - 1):
-        (folder := tmp_path / str(late_rank)).mkdir()
-        agree(processes, scenarios.after_a_timeout, [(late_rank, str(folder))])
+    in_folders(processes, after_a_timeout, (0, processes.size - 1), tmp_path)
+
+
+def arrays(group) -> list[list[int]]:
+    """Reduce arrays of any layout, and nothing but 1-d int32."""
+    rank, _ = rank_and_size(group)
+    collectives = registry.collectives_for(group, 20.0)
+    array = np.arange(10, dtype=np.int32) + np.int32(rank)
+    array.flags.writeable = False
+    offered: list[Any] = [array, array[::3], array[::-3]]
+    wrong: list[Any] = [np.zeros(3, np.float32), np.zeros(3, np.int64), np.zeros((1, 3), np.int32)]
+    if not is_mpi(group):
+        import array_api_strict as strict
+
+        wrong += map(torch.from_numpy, wrong[:])
+        offered += [torch.from_numpy(array.copy())[::3]]
+        offered += [strict.arange(10, dtype=strict.int32, device=strict.Device("device1")) + rank]
+    for one in wrong:
+        said = f"got {one.ndim}-d {one.dtype}"
+        raised(gradscale.GradscaleError, lambda one=one: collectives.start_max(one), said)
+    results = [collectives.start_max(one)() for one in offered]
+    assert [type(result) for result in results] == [type(one) for one in offered]
+    assert is_mpi(group) or results[-1].device == offered[-1].device
+    assert array.tolist() == list(range(rank, rank + 10))
+    return [[int(value) for value in result] for result in results]
 
 
 def test_int32_vectors_of_any_layout_are_reduced_and_nothing_else(processes: ProcessWorld):
-    last = processes.size - 1
-    every, strided = list(range(last, last + 10)), [last, 3 + last, 6 + last, 9 + last]
-    expected = [every, strided, strided[::-1]] + [strided, every] * isinstance(processes, GlooWorld)
-    assert processes.run(scenarios.arrays) == [expected] * processes.size
+    every = list(range(processes.size - 1, processes.size + 9))
+    expected = [every, every[::3], every[::-3]] + [every[::3], every] * isinstance(processes, GlooWorld)
+    assert processes.run(arrays) == [expected] * processes.size
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        scenarios.what_is_no_communicator,
-        scenarios.dropped_by_mpi,
-        scenarios.freed_before_its_end,
-        scenarios.many_scalers,
-    ],
-)
+# Over MPI.
+
+
+@alone
+def many_scalers(comm):
+    """Construct more scalers than there are communicators to be had, over one group and over short-lived ones."""
+    for _ in range(2500):
+        gradscale.ShardedGradScaler(group=comm, timeout=20.0)
+    for _ in range(2500):
+        short_lived = comm.Dup()
+        skips(short_lived, True)
+        short_lived.Free()
+
+
+def what_is_no_communicator(comm):
+    """Offer what cannot be a group."""
+    from mpi4py import MPI
+
+    half = comm.Split(color=min(comm.rank, 1))
+    between = half.Create_intercomm(0, comm, 1 if comm.rank == 0 else 0)
+    offered = {"intracommunicator": between, "COMM_NULL": MPI.COMM_NULL, "Group": comm.Get_group()}
+    offered |= {"at least one group": [], "'world' of type str": "world", "None of type NoneType": None}
+    for said, one in offered.items():
+        refused(one, gradscale.GradscaleError, said)
+    between.Free()
+    half.Free()
+
+
+@alone
+def freed_before_its_end(comm):
+    """Free communicators over which a message is under way, to which one rank comes late or never."""
+    for late in range(comm.size):
+        for comes in (True, False):
+            short_lived = comm.Dup()
+            collectives = registry.collectives_for(short_lived, 5.0)
+            if comm.rank == late:
+                time.sleep(0.05)
+            if comes or comm.rank != late:
+                collectives.start_max(np.zeros(21, np.int32))
+            short_lived.Free()
+            comm.Barrier()
+
+
+@alone
+def dropped_by_mpi(comm):
+    """Start a reduction and forget it before the other ranks have come; MPI still needs its memory."""
+    collectives = registry.collectives_for(comm, 5.0)
+    for rank in range(comm.size):
+        if comm.rank == rank:
+            sent = np.zeros(3, dtype=np.int32)
+            watched = weakref.ref(sent)
+            collectives.start_max(sent)
+            del sent
+            gc.collect()
+            assert watched() is not None
+        comm.Barrier()
+
+
+@pytest.mark.parametrize("scenario", [what_is_no_communicator, dropped_by_mpi, freed_before_its_end, many_scalers])
 def test_communicators(mpi: MPIWorld, scenario):
     agree(mpi, scenario, [()])
 
@@ -88,6 +275,7 @@ for call in (lambda: scaler.step(optimizers[1]), lambda: scaler.step(optimizers[
 assert [optimizer.steps for optimizer in optimizers] == [1, 0, 0]
 sys.stdout.write("survived\\n")
 """
+ENVIRONMENT = mpi_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 @mpi_only
@@ -96,12 +284,30 @@ sys.stdout.write("survived\\n")
 def test_without_mpi_a_scaler_is_refused_and_the_process_lives(size: int | None, how: str):
     program = ["-c", WITHOUT_MPI, how]
     command = [sys.executable, *program] if size is None else mpi_command(size, *program)
-    completed = ran(*command, **(mpi_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}))
+    completed = ran(*command, **ENVIRONMENT)
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.split() == ["survived"] * (size or 1)
 
 
-# torch.
+# Over torch.
+
+
+def vector(*values: int):
+    """Return what is reduced."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def torch_collectives(group):
+    """Return torch's collectives, whatever they are given."""
+    return adapter.TorchCollectives(group, 5.0)
+
+
+def mesh_of_the_world(group, shape: tuple[int, ...], bad_rank: int):
+    """Agree over a mesh that covers the world: over the world's own group."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
+    collectives = registry.collectives_for(mesh, 20.0)
+    assert (collectives.rank, collectives.size, collectives.identity) == (group.rank(), group.size(), group)
+    skips(mesh, group.rank() == bad_rank)
 
 
 @torch_only
@@ -110,20 +316,137 @@ def test_without_mpi_a_scaler_is_refused_and_the_process_lives(size: int | None,
 )
 def test_a_mesh_of_any_dimensions_is_one_group_of_all_its_ranks(shape: tuple[int, ...]):
     size = math.prod(shape)
-    agree(GlooWorld(size), scenarios.mesh_of_the_world, [(shape, bad_rank) for bad_rank in range(size)])
+    agree(GlooWorld(size), mesh_of_the_world, [(shape, bad_rank) for bad_rank in range(size)])
+
+
+def part_of_a_mesh(group, bad_rank: int):
+    """Agree over two dimensions of three, the rows of a grid of 2 x 2 ranks: over a group that is made once."""
+    rank = group.rank()
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))["b", "c"]
+    first, second = registry.collectives_for(mesh, 20.0), registry.collectives_for(mesh, 20.0)
+    skips(mesh, rank == bad_rank, rank // 2 == bad_rank // 2)
+    assert first.size == 2
+    assert first.identity is second.identity is not group
 
 
 @torch_only
 def test_dimensions_of_a_mesh_that_do_not_cover_the_world_agree_among_themselves():
-    agree(GlooWorld(4), scenarios.part_of_a_mesh, [(0,), (3,)])
+    agree(GlooWorld(4), part_of_a_mesh, [(0,), (3,)])
 
 
-@pytest.mark.parametrize("scenario", [scenarios.outside, scenarios.what_is_no_group, scenarios.dropped_by_torch])
+def outside(group):
+    """Offer groups and meshes that the last rank is not in, and use them on the others."""
+    rank, last = group.rank(), group.size() - 1
+    part = dist.new_group(list(range(last)))
+    mesh = DeviceMesh("cpu", [list(range(last))], mesh_dim_names=("a", "b"))
+    for kind, one in (("process group", part), ("mesh", mesh)):
+        if rank < last:
+            skips(one, rank == 0)
+            continue
+        said = f"group must be a {kind} that this process belongs to, got ", f"rank {last} of the world"
+        raised(InvalidValueError, lambda one=one: torch_collectives(one), *said)
+
+
+def what_is_no_group(group):
+    """Offer what is not a group, and one whose only device this machine lacks."""
+    for one in ("world", 3, group._get_backend(torch.device("cpu")), [group]):
+        said = "group must be a torch.distributed ProcessGroup, a DeviceMesh", f"of type {type(one).__name__}"
+        raised(gradscale.InvalidTypeError, lambda one=one: torch_collectives(one), *said)
+    if not torch.cuda.is_available():
+        absent = dist.new_group(backend="cuda:gloo")
+        said = "group must carry tensors of a device of this machine", "'cuda:gloo'"
+        raised(InvalidValueError, lambda: torch_collectives(absent), *said)
+
+
+def dropped_by_torch(group):
+    """Start reductions and forget them before the other ranks have come; torch still needs their memory."""
+    collectives = registry.collectives_for(group, 20.0)
+    for rank in range(group.size()):
+        if group.rank() == rank:
+            for value in range(20):
+                collectives.start_max(vector(1000 * rank + value))
+            gc.collect()
+            [torch.zeros(1, dtype=torch.int32) for _ in range(1000)]
+            time.sleep(0.2)
+        else:
+            time.sleep(0.1)
+            for value in range(20):
+                assert collectives.start_max(vector(-1))().item() == 1000 * rank + value
+        dist.barrier()
+    collectives.start_max(vector(0))()
+    # And no longer.
+    assert len(adapter._under_way) <= 9
+
+
+@pytest.mark.parametrize("scenario", [outside, what_is_no_group, dropped_by_torch])
 def test_groups_of_torch(gloo: GlooWorld, scenario):
     agree(gloo, scenario, [()])
 
 
-@pytest.mark.parametrize("scenario", [scenarios.worlds_end, scenarios.two_under_way_time_out, scenarios.polled])
+def worlds_end(group, folder: str):
+    """Destroy the world, go on without one, and begin another."""
+    rank, size = group.rank(), group.size()
+    mesh = init_device_mesh("cpu", (size, 1))
+    explicit, default = torch_collectives(group), torch_collectives(None)
+    dist.destroy_process_group()
+    late = torch_collectives(None)
+    scaler = gradscale.ShardedGradScaler(group=late)
+    assert (late.rank, late.size) == (-1, 0)
+
+    def old_ones_are_refused():
+        raised(BackendError, lambda: explicit.start_max(vector(rank)), "the process group was destroyed")
+        raised(InvalidValueError, lambda: torch_collectives(group), "of a destroyed world")
+        raised(InvalidValueError, lambda: torch_collectives(mesh), "group must")
+
+    said = "torch.distributed is not initialised", "init_process_group()", "torchrun"
+    for call in (lambda: default.start_max(vector(rank)), default.example):
+        raised(gradscale.CallOrderError, call, *said)
+    old_ones_are_refused()
+    weight = torch.ones(1, requires_grad=True)
+    guard, optimizer = gradscale_torch.StepGuard(), torch.optim.SGD([weight])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=size)
+    # Made before there were other ranks, it skips with them.
+    weight.grad = torch.full((1,), torch.nan if rank == 0 else 1.0)
+    guard.step(optimizer)
+    assert guard.last_step(optimizer).skipped
+    assert default.start_max(vector(rank))().tolist() == [size - 1]
+    old_ones_are_refused()
+    assert iterate(scaler, SGD(None), gradients("numpy", np.inf if rank == 0 else 1.0)).skipped
+    assert (late.rank, late.size) == (rank, size)
+
+
+def two_under_way_time_out(group, folder: str):
+    """Wait in vain for the first of two reductions, then ask for the second."""
+    if group.rank() == 0:
+        wait_for(folder, "gave up", group.size() - 1)
+        return
+    collectives = registry.collectives_for(group, 0.5)
+    first, second = collectives.start_max(vector(1)), collectives.start_max(vector(2))
+    raised(gradscale.CollectiveTimeoutError, first)
+    for finish in (second, first, second):
+        raised(BackendError, finish)
+    tell(folder, "gave up", group.rank())
+
+
+def polled(group, folder: str):
+    """Wait as on accelerators, by asking again and again; first for ranks that come, then for one that does not."""
+    rank, size = group.rank(), group.size()
+    collectives = registry.collectives_for(group, 1.0)
+    collectives._carriers = {"cpu": "ucc"}
+    check_collectives(collectives, torch.zeros(()), repetitions=20)
+    pending = collectives.start_max(vector(rank))
+    pending.wait()
+    assert pending._work.is_completed()
+    assert pending().tolist() == [size - 1]
+    if rank == 0:
+        wait_for(folder, "gave up", size - 1)
+        return
+    said = f"rank {rank} of {size} waited 1 s for the agreement on a step"
+    raised(gradscale.CollectiveTimeoutError, lambda: collectives.start_max(vector(1)).wait(), said)
+    tell(folder, "gave up", rank)
+
+
+@pytest.mark.parametrize("scenario", [worlds_end, two_under_way_time_out, polled])
 def test_groups_of_torch_that_end_or_do_not_come(gloo: GlooWorld, scenario, tmp_path: Path):
     agree(gloo, scenario, [(str(tmp_path),)])
 
@@ -131,25 +454,54 @@ def test_groups_of_torch_that_end_or_do_not_come(gloo: GlooWorld, scenario, tmp_
 @torch_only
 @pytest.mark.tier("quick")
 def test_torch_is_given_the_timeout_as_it_is_and_one_that_its_clock_holds_for_ever():
-    from gradscale_torch.groups import seconds
-
-    assert seconds(1800.0) == 1800.0
+    assert adapter.seconds(1800.0) == 1800.0
     # Weeks of a run, and far from the end of 64-bit nanoseconds, whatever is added.
-    assert 100 * 86400.0 < seconds(math.inf) == seconds(1e300) < 2**62 / 1e9
+    assert 100 * 86400.0 < adapter.seconds(math.inf) == adapter.seconds(1e300) < 2**62 / 1e9
+
+
+def late_member_of_a_mesh(group, late_rank: int, folder: str):
+    """Construct over part of a mesh, on one rank too late, and once more in time."""
+    rank, size = group.rank(), group.size() - 1
+    mesh = DeviceMesh("cpu", [list(range(size))], mesh_dim_names=("a", "b"))
+    if rank == size:
+        return
+    if rank == late_rank:
+        wait_for(folder, "gave up", size - 1)
+    else:
+        said = f"rank {rank} of {size} waited 0.5 s for the construction of a ShardedGradScaler"
+        refused(mesh, gradscale.CollectiveTimeoutError, said)
+        tell(folder, "gave up", rank)
+    skips(mesh, rank == late_rank)
 
 
 @torch_only
 def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_may_try_again(tmp_path: Path):
-    for late_rank in (0, 1):
-        (folder := tmp_path / str(late_rank)).mkdir()
-        agree(GlooWorld(3), scenarios.late_member_of_a_mesh, [(late_rank, str(folder))])
+    in_folders(GlooWorld(3), late_member_of_a_mesh, (0, 1), tmp_path)
+
+
+def finished_in_another_order(group, bad: int):
+    """Step two optimizers with bad gradients, on rank 0 the second first: only the order of starts matters."""
+    skips(group, True)
+    scaler, optimizers = gradscale.ShardedGradScaler(group=group, init_scale=4.0), [SGD(None), SGD(None)]
+    before = group._get_sequence_number_for_group()
+    scaler.scale(np.ones((), np.float32))
+    for index, optimizer in enumerate(optimizers):
+        # Each rank has its own count of bad ones.
+        bad_here = bad - group.rank() - index
+        optimizer.grads = [np.full(2, np.inf if k < bad_here else 1.0, np.float32) for k in range(bad + 1)]
+        scaler.unscale_(optimizer)
+    for optimizer in reversed(optimizers) if group.rank() == 0 else optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [scaler.last_step(optimizer).nonfinite for optimizer in optimizers] == [bad, bad - 1]
+    assert (scaler.get_scale(), group._get_sequence_number_for_group() - before) == (2.0, 2)
 
 
 @torch_only
 @pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("bad", [200, 40_000])
 def test_only_the_order_of_starts_matters_and_each_agreement_is_one_reduction(size: int, bad: int):
-    agree(GlooWorld(size), scenarios.finished_in_another_order, [(bad,)])
+    agree(GlooWorld(size), finished_in_another_order, [(bad,)])
 
 
 @torch_only
@@ -174,15 +526,12 @@ def test_only_the_order_of_starts_matters_and_each_agreement_is_one_reduction(si
 def test_a_tensor_travels_on_its_own_device_or_on_one_that_the_group_carries(
     backends: str, device: str | None, expected: str
 ):
-    torch = require("torch")
-    from gradscale_torch import groups
-
     group = SimpleNamespace(bound_device_id=torch.device("cuda:3"))
     found = dict(pair.split(":") for pair in backends.split(","))
     if device is None:
-        assert groups.example_device(found, group, None).type == expected
+        assert adapter.example_device(found, group, None).type == expected
     else:
-        assert groups.travels_on(found, torch.device(device), group) == torch.device(expected)
+        assert adapter.travels_on(found, torch.device(device), group) == torch.device(expected)
 
 
 # Whole programs.
@@ -240,10 +589,9 @@ def test_a_program_that_is_interrupted_or_left_alone_ends_with_what_went_wrong(
         commands = [[sys.executable, *arguments, str(rank)] for rank in range(2)]
     else:
         commands = [mpi_command(2, "-m", "mpi4py", *arguments, "0")]
-    environment = mpi_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = [
-        subprocess.Popen(command, env=environment, text=True, **(pipes if command is commands[0] else {}))
+        subprocess.Popen(command, env=ENVIRONMENT, text=True, **(pipes if command is commands[0] else {}))
         for command in commands
     ]
     first = started[0]

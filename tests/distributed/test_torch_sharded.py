@@ -1,131 +1,606 @@
-"""Scalers and diagnoses of torch over groups and meshes do what torch's scalers do, and what these fail at."""
+"""Scalers and diagnoses of torch over groups and meshes (DDP, FSDP) do what torch's do, and what these fail at.
 
-import importlib
+Where both are compared, each rank runs torch's first. What is returned must be the same on all ranks.
+"""
+
+import contextlib
+import dataclasses
+import itertools
 import math
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
 
 import diagnoses
 import pytest
 from axes import is_torch_2_6, leave_out_fsdp2
+from axes_torch import TorchScaler, gradscale_torch, torch
+from libraries import Library
+from scenarios import raised, rank_and_size
 from tiers import later
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from worlds import GlooWorld, agree, each
+
+import gradscale
+from gradscale_torch import devices
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
-MESHES = ("same", "half", "half first", "some")
-# For each, the scenario and what it is asked beside each rank in turn.
-TURNS: list[tuple[Any, ...]] = [
-    *(("no_gradient_of_a_mesh", max_norm) for max_norm in (None, 0.5)),
-    *(("two_meshes", kind, which, False) for kind in MESHES for which in range(2)),
-]
-ONCE: list[tuple[Any, ...]] = [
-    *(("two_meshes", None, kind, 0, is_given) for kind in MESHES for is_given in (False, True)),
-    *(("clip_of_two_meshes", kind) for kind in (*MESHES[:3], "plain")),
-]
+LIBRARIES = ("torch", "gradscale")
+LEARNING_RATE = 0.25
+ITERATIONS = 8
+SETTINGS = {
+    "loss": {"init_scale": 2.0**18, "growth_interval": 2},
+    "gradient": {"init_scale": 2.0**10, "growth_interval": 3},
+}
 
 
-@pytest.fixture
-def scenarios():
-    """Return what the ranks do."""
-    return importlib.import_module("fsdp_scenarios")
+class Setup(NamedTuple):
+    """How a model is spread over the ranks.
+
+    Attributes
+    ----------
+    method : str
+        "DDP", "FSDP1" or "FSDP2".
+    half : bool
+        Whether weights are gathered, and gradients reduced, in float16.
+    reshard : bool
+        Whether weights are freed between the forward and the backward pass (full shard), or kept (shard-grad-op).
+    other : bool
+        FSDP1: whether the optimizer sees flat parameters. FSDP2: whether weights and gradients rest on the CPU.
+    """
+
+    method: str
+    half: bool = False
+    reshard: bool = True
+    other: bool = False
 
 
-@pytest.mark.parametrize(("name", "others"), [(name, others) for name, *others in TURNS], ids=str)
-def test_each_rank_in_turn(gloo: GlooWorld, scenarios, name: str, others: list[Any]):
-    agree(gloo, getattr(scenarios, name), [(rank, *others) for rank in range(gloo.size)])
+FSDP2 = Setup("FSDP2")
 
 
-@pytest.mark.parametrize(("name", "arguments"), [(name, arguments) for name, *arguments in ONCE], ids=str)
-def test_all_ranks(gloo: GlooWorld, scenarios, name: str, arguments: list[Any]):
-    agree(gloo, getattr(scenarios, name), [tuple(arguments)])
+def make_model() -> nn.Sequential:
+    """Return a model with a nested module, the same on every rank and in every run."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 4))
 
 
-def test_an_infinity_on_each_rank_of_crossed_meshes_is_found_on_all(scenarios):
-    cases = [(bad_rank, "crossed", which, False) for bad_rank in range(4) for which in range(2)]
-    agree(GlooWorld(4), scenarios.two_meshes, cases)
+def distribute(setup: Setup) -> nn.Module:
+    """Return the model as a method spreads it."""
+    model, kind = make_model(), torch.float16
+    if setup.method == "DDP":
+        return DistributedDataParallel(model)
+    if setup.method == "FSDP1":
+        one: dict[str, Any] = {
+            "sharding_strategy": ShardingStrategy.FULL_SHARD if setup.reshard else ShardingStrategy.SHARD_GRAD_OP,
+            "use_orig_params": not setup.other,
+            "mixed_precision": MixedPrecision(kind, kind, kind) if setup.half else None,
+            "device_id": torch.device("cpu"),
+        }
+        model[2] = FullyShardedDataParallel(model[2], **one)
+        return FullyShardedDataParallel(model, **one)
+    two: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "reshard_after_forward": setup.reshard,
+        "mp_policy": MixedPrecisionPolicy(kind, kind) if setup.half else MixedPrecisionPolicy(),
+        # Pinned memory needs an accelerator.
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.other else OffloadPolicy(),
+    }
+    for module in (model[2], model):
+        fully_shard(module, **two)
+    return model
 
 
-def test_the_norm_of_dtensors_is_that_of_all_parts_and_of_one_copy_and_names_whose_part_is_too_large(scenarios):
-    bad = [(math.inf, 4.0), (3.0, math.inf), (1.7e38, 3e38)]
-    cases = [((3.0, 4.0), False, 5.0), ((3.0, 4.0), True, 3.0), *((values, False, math.inf) for values in bad)]
-    agree(GlooWorld(2), scenarios.clip_parts, cases)
+def make_scaler(setup: Setup, library: str, **settings):
+    """Return the scaler that torch documents for a method, torch's own or gradscale's."""
+    kinds: tuple[Any, Any] = (TorchScaler, gradscale_torch.GradScaler)
+    if setup.method == "FSDP1":
+        kinds = (TorchShardedGradScaler, gradscale_torch.ShardedGradScaler)
+    return kinds[0]("cpu", **settings) if library == "torch" else kinds[1]("cpu", **{"timeout": 20.0, **settings})
+
+
+def as_bytes(tensors: Iterable[Tensor]) -> bytes:
+    """Return the bits of tensors, or of this rank's parts of DTensors."""
+    # A copy: what NumPy has seen cannot be resized any more, as FSDP1 does.
+    return b"".join(local_of(one.detach()).clone().contiguous().numpy().tobytes() for one in tensors)
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield this rank's parts of the gradients."""
+    return (local_of(one.grad.detach()) for one in parameters if one.grad is not None)
+
+
+def inject_infinity(parameters: Iterable[Tensor]):
+    """Write an infinity into this rank's part of the first gradient that has one."""
+    next(gradient for gradient in local_gradients(parameters) if gradient.numel()).view(-1)[-1] = math.inf
 
 
 # FSDP, and meshes.
 
 
+def train(group, setup: Setup, library: str, overflow: str, is_fused: bool):
+    """Train, overflowing now and then on one rank; what is known after each iteration, of this rank's shards.
+
+    ``overflow`` is of the last rank's "loss" in the fourth iteration, and in float16 of the first scale; or of a
+    "gradient" on one rank after the backward pass, each second iteration, each rank in turn, and nothing else.
+    """
+    rank, size = group.rank(), group.size()
+    model = distribute(setup)
+    weights = list(model.parameters())
+    # A wrongly unscaled gradient makes a difference to SGD, hardly to Adam; but SGD is not fused over DTensors.
+    optimizer: torch.optim.Optimizer
+    if is_fused:
+        optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE / 10, fused=True)
+    else:
+        optimizer = torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=0.9)
+    scaler = make_scaler(setup, library, **SETTINGS[overflow])
+    random = torch.Generator().manual_seed(rank)
+    records: list[dict[str, Any]] = []
+    for iteration in range(ITERATIONS if overflow == "loss" else 2 * size + 2):
+        inputs, targets = torch.randn(5, 6, generator=random), torch.randn(5, 4, generator=random)
+        # Before the forward pass: after it, FSDP's model may hold other parameters than the optimizer.
+        optimizer.zero_grad()
+        # FSDP casts the inputs by itself.
+        loss = (model(inputs).float() - targets).square().mean()
+        is_bad = overflow == "loss" and iteration == 3 and rank == size - 1
+        scaler.scale(loss * math.inf if is_bad else loss).backward()
+        if overflow == "gradient" and iteration % 2 and rank == iteration // 2 % size:
+            inject_infinity(weights)
+        scaler.step(optimizer)
+        scaler.update()
+        held = optimizer.param_groups[0]["params"]
+        moments = [x for one in held for x in optimizer.state[one].values() if isinstance(x, Tensor)]
+        record = {"loss": loss.item(), "scale": scaler.get_scale(), "tracker": scaler._get_growth_tracker()}
+        record |= {"weights": as_bytes(held), "others": [as_bytes(moments), as_bytes(local_gradients(held))]}
+        if library == "gradscale" and records:
+            # Momentum moves the weights in each step that is made, after the first.
+            assert scaler.last_step(optimizer).skipped == (record["weights"] == records[-1]["weights"])
+        records.append(record)
+    return records
+
+
+def compare(group, setup: Setup, overflow: str, is_fused: bool):
+    """Train as torch does with its own scaler, bit for bit."""
+    theirs, ours = (train(group, setup, library, overflow, is_fused) for library in LIBRARIES)
+    assert ours == theirs
+    changed = [before["weights"] != after["weights"] for before, after in itertools.pairwise(ours)]
+    if overflow == "gradient":
+        assert changed == [iteration % 2 == 0 for iteration in range(1, len(ours))]
+    else:
+        assert not changed[2]
+    # 2**18 is too much for the gradients in float16, and for nothing else.
+    assert ours[0]["scale"] == SETTINGS[overflow]["init_scale"] / (1 + (setup.half and overflow == "loss"))
+    return [(record["scale"], record["tracker"]) for record in ours]
+
+
 @pytest.mark.parametrize("overflow", ["loss", "gradient"])
 @pytest.mark.parametrize("size", [2, *later("all", 3)])
-def test_training_is_that_with_torchs_own_scaler_bit_for_bit(scenarios, size: int, overflow: str):
+def test_training_is_that_with_torchs_own_scaler_bit_for_bit(size: int, overflow: str):
+    # The FSDP2 of torch 2.6 does not run on CPUs.
+    methods = ("FSDP1",) if is_torch_2_6() else ("FSDP1", "FSDP2")
+    setups = [Setup(*options) for options in itertools.product(methods, *[(False, True)] * 3)]
     # Ranks of DDP decide alone, and an infinity in the gradients of one would part them.
-    setups = [setup for setup in scenarios.SETUPS if (setup.method, overflow) != ("DDP", "gradient")]
-    if is_torch_2_6():
-        # Its FSDP2 does not run on CPUs.
-        setups = [setup for setup in setups if setup.method != "FSDP2"]
-    cases = [(setup, overflow, False) for setup in setups]
+    cases = [(setup, overflow, False) for setup in setups + [Setup("DDP")] * (overflow == "loss")]
     cases += [(setup, overflow, True) for setup in setups if setup.method == "FSDP2"]
-    agree(GlooWorld(size), scenarios.compare, cases)
+    agree(GlooWorld(size), compare, cases)
 
 
-@pytest.mark.parametrize("parallel", ["data", "hybrid", "data and tensor"])
-def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(scenarios, parallel: str):
+MESHES = {"data": (4,), "hybrid": (2, 2), "data and tensor": (2, 2)}
+
+
+def clip(group, parallel: str, max_norm: float):
+    """Clip unscaled gradients of a mesh by their global norm: torch's two calls, or gradscale's one."""
+    norms, gradients = [], []
+    for library in LIBRARIES:
+        model = distribute_over(parallel)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        scaler = make_scaler(FSDP2, library, init_scale=8.0)
+        scaler.scale(backward_loss(model, group.rank())).backward()
+        if library == "torch":
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            norm = norm.full_tensor()
+        else:
+            norm = scaler.unscale_(optimizer, max_norm=max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        norms.append(norm.item())
+        gradients.append(torch.cat([gradient.flatten() for gradient in local_gradients(model.parameters())]))
+    assert math.isclose(*norms, rel_tol=1e-5)
+    assert norms[1] > 0.02
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-9)
+    return norms[1]
+
+
+@pytest.mark.parametrize("parallel", MESHES)
+def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(parallel: str):
     leave_out_fsdp2()
-    agree(GlooWorld(4), scenarios.clip, [(parallel, max_norm) for max_norm in (0.01, 1e6)])
+    agree(GlooWorld(4), clip, [(parallel, max_norm) for max_norm in (0.01, 1e6)])
 
 
-def test_each_optimizer_costs_one_short_all_reduce_where_torch_makes_four(scenarios):
-    leave_out_fsdp2()
-    agree(GlooWorld(4), scenarios.count_collectives, [(False,), (True,)])
+def backward_loss(model: nn.Module, rank: int) -> Tensor:
+    """Return the loss of one batch of this rank."""
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank))
+    loss: Tensor = model(inputs).square().mean()
+    return loss
 
 
-# Diagnoses, with a bad value on each rank in turn.
+def distribute_over(parallel: str) -> nn.Module:
+    """Return a model of FSDP2 over a mesh, which is for data alone, of which one dimension may replicate, or more."""
+    model, shape = make_model(), MESHES[parallel]
+    if parallel == "data and tensor":
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        # The last layer is there because FSDP2 warns of a view among a module's outputs.
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh())
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["data"])
+        return model
+    for module in (model[2], model):
+        fully_shard(module, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+    return model
+
+
+def started() -> int:
+    """Return how many collectives this rank has started in all groups, as the groups themselves count them."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+# DTensors, and the plain scaler. Steps of 1 in the direction of the gradient are easy to read off.
+
+
+def as_dtensor(mesh, local: Tensor) -> DTensor:
+    """Return a DTensor sharded over all dimensions of a mesh, of which this is the rank's part."""
+    return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim)
+
+
+def sharded(mesh, value: float | None = None) -> torch.nn.Parameter:
+    """Return a parameter of ones, two on each rank, and a gradient of this value."""
+    parameter = torch.nn.Parameter(as_dtensor(mesh, torch.ones(2)))
+    parameter.grad = None if value is None else as_dtensor(mesh, torch.full((2,), value))
+    return parameter
+
+
+def local(tensor) -> list[float]:
+    """Return this rank's part of a DTensor."""
+    part: list[float] = tensor.to_local().tolist()
+    return part
+
+
+def no_gradient_of_a_mesh(group, empty_rank: int, max_norm: float | None):
+    """Have no gradient on one rank, with DTensors and the plain scaler, where torch's fails and leaves the others."""
+    rank, size = rank_and_size(group)
+    expected, step = math.sqrt(2 * (size - 1)), 1.0
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
+    parameter = sharded(init_device_mesh("cpu", (size,)), None if rank == empty_rank else 4.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(torch.ones(()))
+    if max_norm is not None:
+        norm = scaler.unscale_(optimizer, max_norm=max_norm).item()
+        assert math.isclose(norm, expected, rel_tol=1e-5)
+        step = max_norm / expected
+    scaler.step(optimizer)
+    scaler.update()
+    assert math.isclose(local(parameter.data)[1], 1.0 - (rank != empty_rank) * step, rel_tol=1e-4)
+
+
+def meshes_over(size: int, rank: int, kind: str) -> list[DeviceMesh]:
+    """Return two meshes: over the same ranks, or over all ranks and over this one's half of them, as of experts.
+
+    Of "some", the ranks of the second half have no mesh of their own; "crossed" are the dimensions of a mesh of 4.
+    """
+    if kind == "crossed":
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        return [whole["data"], whole["expert"]]
+    everyone = init_device_mesh("cpu", (size,))
+    if kind == "same":
+        return [everyone, init_device_mesh("cpu", (size, 1))]
+    half = size - size // 2
+    # Each rank makes both.
+    parts = [DeviceMesh("cpu", list(ranks)) for ranks in (range(half), range(half, size))]
+    own = [] if kind == "some" and rank >= half else [parts[rank >= half]]
+    return [everyone, *own] if kind == "half" else [*own, everyone]
+
+
+def two_meshes(group, bad_rank: int | None, kind: str, which: int, is_given: bool):
+    """Step one optimizer with DTensors of two meshes, one of which then has a bad value on one rank."""
+    rank, size = rank_and_size(group)
+    parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, kind)]
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0, **{"group": group} if is_given else {})
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    values = [4.0] * len(parameters)
+    for is_bad in (False, rank == bad_rank):
+        values[which % len(values)] = math.inf if is_bad else 4.0
+        for one, value in zip(parameters, values, strict=True):
+            one.grad.to_local().fill_(value)  # type: ignore[union-attr]
+        before = started()
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        assert [local(one.grad) for one in parameters] == [[value / 4.0] * 2 for value in values]
+    assert started() - before == (1 if is_given or kind == "same" else len(parameters))
+    steps = 2 if bad_rank is None else 1
+    assert [local(one.data) for one in parameters] == [[1.0 - steps] * 2] * len(parameters)
+    assert scaler.get_scale() == 2.0 * steps
+
+
+def clip_of_two_meshes(group, kind: str):
+    """Clip by the norm of all shards over the same ranks; with others it is not defined, and nothing is modified.
+
+    "plain" is a plain tensor beside the shards.
+    """
+    rank, size = rank_and_size(group)
+    parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, "same" if kind == "plain" else kind)]
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
+    if kind == "plain":
+        parameters[1] = torch.nn.Parameter(torch.ones(2))
+        parameters[1].grad = torch.full((2,), 4.0)
+    optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=False)
+    scaler.scale(torch.ones(()))
+    if kind != "same":
+        said = ("plain",) if kind == "plain" else ("spread over the same ranks", "clip_grad_norm_")
+        raised(gradscale.InvalidValueError, lambda: scaler.unscale_(optimizer, max_norm=0.5), *said)
+        assert (local(parameters[0].grad), scaler.get_scale()) == ([4.0] * 2, 4.0)
+        if kind == "plain":
+            assert parameters[1].grad.tolist() == [4.0] * 2
+        scaler.step(optimizer)
+        return
+    norm = math.sqrt(2 * 2 * size)
+    assert math.isclose(scaler.unscale_(optimizer, max_norm=0.5).item(), norm, rel_tol=1e-6)
+    scaler.step(optimizer)
+    scaler.update()
+    for one in parameters:
+        assert math.isclose(local(one.grad)[0], 0.5 / norm, rel_tol=1e-4)
+
+
+def clip_parts(group, values: tuple[float, float], is_replicated: bool, norm: float):
+    """Clip by the norm of two ranks' parts, of which the rank is told whose is too large, or of one copy.
+
+    Copies differ here, to tell which of them counts.
+    """
+    rank, size = rank_and_size(group)
+    placements = [Replicate() if is_replicated else Shard(0)]
+    mesh, value = init_device_mesh("cpu", (size,)), values[rank]
+    parameter, gradient = (
+        DTensor.from_local(torch.full((1,), one), mesh, placements, run_check=False) for one in (1.0, 0.5 * value)
+    )
+    parameter = torch.nn.Parameter(parameter)
+    parameter.grad = gradient
+    scaler, optimizer = make_scaler(FSDP2, "gradscale", init_scale=0.5), torch.optim.SGD([parameter])
+    scaler.scale(torch.ones(()))
+    assert scaler.unscale_(optimizer, max_norm=100.0).item() == norm
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    # Two of them are finite, and their norm is not one of float32.
+    is_bad = norm == math.inf
+    assert (report.nonfinite, report.local_nonfinite) == (int(is_bad), int(is_bad and value > 2e38))
+
+
+KINDS = ("same", "half", "half first", "some")
+# For each, the scenario and what it is asked beside each rank in turn, or once.
+TURNS: list[tuple[Any, ...]] = [
+    *((no_gradient_of_a_mesh, max_norm) for max_norm in (None, 0.5)),
+    *((two_meshes, kind, which, False) for kind in KINDS for which in range(2)),
+]
+ONCE: list[tuple[Any, ...]] = [
+    *((two_meshes, None, kind, 0, is_given) for kind in KINDS for is_given in (False, True)),
+    *((clip_of_two_meshes, kind) for kind in (*KINDS[:3], "plain")),
+]
+
+
+@pytest.mark.parametrize("row", TURNS, ids=str)
+def test_each_rank_in_turn(gloo: GlooWorld, row: tuple[Any, ...]):
+    agree(gloo, row[0], [(rank, *row[1:]) for rank in range(gloo.size)])
+
+
+@pytest.mark.parametrize("row", ONCE, ids=str)
+def test_all_ranks(gloo: GlooWorld, row: tuple[Any, ...]):
+    agree(gloo, row[0], [row[1:]])
+
+
+def test_an_infinity_on_each_rank_of_crossed_meshes_is_found_on_all():
+    agree(GlooWorld(4), two_meshes, [(rank, "crossed", which, False) for rank in range(4) for which in range(2)])
+
+
+def test_the_norm_of_dtensors_is_that_of_all_parts_and_of_one_copy_and_names_whose_part_is_too_large():
+    bad = [(math.inf, 4.0), (3.0, math.inf), (1.7e38, 3e38)]
+    cases = [((3.0, 4.0), False, 5.0), ((3.0, 4.0), True, 3.0), *((values, False, math.inf) for values in bad)]
+    agree(GlooWorld(2), clip_parts, cases)
+
+
+# Diagnoses.
+
+TORCH = Library("torch", torch)
+
+
+def part_of(names: Sequence[str], parameters: Sequence[Tensor], scale: float, number: int, is_scaled, lost=None):
+    """Return what this rank has to tell of its parts of the gradients."""
+    gradients = [next(local_gradients([parameter]), None) for parameter in parameters]
+    rows = [
+        diagnoses.row(name, None if x is None else diagnoses.back(TORCH, x), k, scale if is_scaled else 1.0)
+        for k, (name, x) in enumerate(zip(names, gradients, strict=True))
+    ]
+    return diagnoses.Part(rows, None, scale, number, is_scaled, lost, 0.0)
+
+
+def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_given: bool = False):
+    """Train with an infinity on each rank in turn, and a clean iteration at the end; each rank is told the same.
+
+    ``how`` is the optimizer: "plain"; "fused", which unscales and skips in its kernel; "late", the same whose verdict
+    the host reads only when it is asked for one, as on a device. ``parallel`` is for a mesh of 2 x 2, whose dimensions
+    may be given as groups: then a rank is told by its place in each.
+    """
+    rank, size = group.rank(), group.size()
+    model = distribute_over(parallel) if parallel else distribute(setup)
+    parameters = list(model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    optimizer: torch.optim.Optimizer
+    if how == "plain":
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE)
+    else:
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=LEARNING_RATE, fused=True)
+    # Automatic diagnoses have the host read each verdict at once.
+    telling: dict[str, Any] = {"diagnose": "on_overflow"}
+    if is_given:
+        telling["group"] = parameters[0].device_mesh.get_all_groups()
+    scaler = make_scaler(setup, "gradscale", init_scale=1024.0, **({} if how == "late" else telling))
+    told = []
+    late = mock.patch.object(devices, "would_wait", return_value=True)
+    with late if how == "late" else contextlib.nullcontext():
+        for iteration in range(size + 1):
+            optimizer.zero_grad()
+            scaler.scale(backward_loss(model, rank)).backward()
+            if rank == iteration:
+                inject_infinity(parameters[iteration % len(parameters) :])
+            is_bad, scale, lost = iteration < size, 1024.0 / 2**iteration, None if how == "late" else 0
+
+            def look(is_scaled: bool, lost, story: str = "gathered", scale=scale, number=iteration + 1, **options):
+                part = part_of(names, parameters, scale, number, is_scaled, lost)
+                report = scaler.diagnose(optimizer, gather=story == "gathered", **options)
+                told.append((f"{story} {how} {number}", report, part))
+
+            look(True, lost, names=model.named_parameters())
+            scaler.step(optimizer)
+            is_left = how != "plain" and is_bad
+            look(is_left, lost)
+            if how != "late":
+                # The third in a row is also a search of the weights and the state.
+                expected = dataclasses.replace(told[-1][1], broken=() if iteration > 1 else None)
+                assert scaler.last_step(optimizer).overflow == (expected if is_bad else None)
+            scaler.update()
+            look(is_left, None)
+            look(is_left, None, "its own")
+            assert (scaler.last_step(optimizer).skipped, scaler.last_step(optimizer).scale) == (is_bad, scale)
+    return told
 
 
 @pytest.mark.parametrize(
-    ("size", "method", "options", "how", "mesh"),
+    ("size", "setup", "how", "mesh"),
     [
-        *((size, "FSDP2", {}, how, ()) for size in (2, 3) for how in ("plain", "fused")),
-        (3, "FSDP2", {}, "late", ()),
-        (2, "FSDP2", {"half": True}, "plain", ()),
-        (3, "FSDP1", {}, "plain", ()),
-        (2, "FSDP1", {"original": False}, "plain", ()),
+        *((size, FSDP2, how, ()) for size in (2, 3) for how in ("plain", "fused")),
+        (3, FSDP2, "late", ()),
+        (2, Setup("FSDP2", half=True), "plain", ()),
+        (3, Setup("FSDP1"), "plain", ()),
+        (2, Setup("FSDP1", other=True), "plain", ()),
         # Whose groups are given, and where they are the mesh's own.
-        (4, "FSDP2", {}, "plain", ("hybrid", True)),
-        *((4, "FSDP2", {}, "plain", (parallel, False)) for parallel in ("hybrid", "data and tensor")),
+        (4, FSDP2, "plain", ("hybrid", True)),
+        *((4, FSDP2, "plain", (parallel, False)) for parallel in ("hybrid", "data and tensor")),
     ],
 )
 def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
-    scenarios, size: int, method: str, options: dict[str, bool], how: str, mesh: tuple[str, bool] | tuple[()]
+    size: int, setup: Setup, how: str, mesh: tuple[str, bool] | tuple[()]
 ):
-    if method == "FSDP2":
+    if setup.method == "FSDP2":
         leave_out_fsdp2()
-    ((_, told),) = each(
-        GlooWorld(size), scenarios.each_rank_in_turn, [(scenarios.Setup(method, **options), how, *mesh)]
-    )
+    ((_, told),) = each(GlooWorld(size), each_rank_in_turn, [(setup, how, *mesh)])
     diagnoses.check(told, [divmod(rank, 2) if mesh[1:] == (True,) else (rank,) for rank in range(size)])
 
 
-@pytest.mark.parametrize(("method", "options"), [("FSDP2", {}), ("FSDP1", {}), ("FSDP1", {"original": False})])
-def test_a_broken_shard_on_each_rank_in_turn_is_named_on_every_rank(scenarios, method: str, options: dict[str, bool]):
-    if method == "FSDP2":
+def broken_shards(group, setup: Setup):
+    """Break a weight, and then a moment, on no rank and on each in turn: all are told which, and of which."""
+    model = distribute(setup)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=LEARNING_RATE)
+    scaler = make_scaler(setup, "gradscale", init_scale=1024.0)
+    scaler.scale(backward_loss(model, group.rank())).backward()
+    scaler.step(optimizer)
+    # Of the optimizer, whose parameters FSDP1 may have put in the place of the model's.
+    (parameter, *_) = optimizer.param_groups[0]["params"]
+    for bad_rank in range(-1, group.size()):
+        for kind, key, held in (
+            ("weight", "", parameter),
+            ("state", "exp_avg_sq", optimizer.state[parameter]["exp_avg_sq"]),
+        ):
+            local = local_of(held.detach())
+            before = local.clone()
+            if group.rank() == bad_rank:
+                local.view(-1)[0] = math.nan
+            report = scaler.diagnose(optimizer, gather=True, state=True)
+            local.copy_(before)
+            found = [(one.kind, one.key, one.rank, one.nan) for one in report.broken]
+            assert found == [(kind, key, (bad_rank,), 1)] * (bad_rank >= 0)
+            assert {one.name for one in report.broken} <= {one.name for one in report.entries}
+
+
+@pytest.mark.parametrize("setup", [FSDP2, Setup("FSDP1"), Setup("FSDP1", other=True)])
+def test_a_broken_shard_on_each_rank_in_turn_is_named_on_every_rank(setup: Setup):
+    if setup.method == "FSDP2":
         leave_out_fsdp2()
-    ((_, results),) = each(GlooWorld(2), scenarios.broken_shards, [(scenarios.Setup(method, **options),)])
-    assert results[0] == results[1]
-    for number, report in enumerate(results[0]):
-        bad_rank, is_state = number // 2 - 1, number % 2
-        expected = [("state", "exp_avg_sq", [bad_rank], 1) if is_state else ("weight", "", [bad_rank], 1)]
-        found = [(one["kind"], one["key"], one["rank"], one["nan"]) for one in report["broken"]]
-        assert found == (expected if bad_rank >= 0 else [])
-        assert {one["name"] for one in report["broken"]} <= {one["name"] for one in report["entries"]}
+    agree(GlooWorld(2), broken_shards, [(setup,)])
+
+
+def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
+    """Gather over a mesh where one rank has a gradient that is "missing" or "overlapping", or has seen no loss."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    parameter = sharded(mesh)
+    optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
+    is_odd = group.rank() == odd_rank
+    if not is_odd or kind != "no loss":
+        scaler.scale(torch.ones(()))
+    if not is_odd or kind == "overlapping":
+        parameter.grad = as_dtensor(mesh, torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0))
+    report = scaler.diagnose(optimizer, ["weight"], gather=True)
+    told = "gathered", report, part_of(["weight"], [parameter], 4.0, 1, not (is_odd and kind == "no loss"))
+    if kind == "overlapping":
+        # Whether a gradient can be unscaled in place is still looked at when it is.
+        refusals = (gradscale.ScaleDesyncError, f"rank {odd_rank} cannot unscale its gradients")
+        refusal = (gradscale.InvalidValueError, "overlaps itself") if is_odd else refusals
+        raised(refusal[0], lambda: (scaler.unscale_(optimizer), scaler.step(optimizer)), refusal[1])
+    else:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    return [told]
 
 
 @pytest.mark.parametrize("kind", ["missing", "overlapping", "no loss"])
-def test_a_rank_whose_gradients_are_missing_or_refused_takes_part(gloo: GlooWorld, scenarios, kind: str):
-    for _, told in each(gloo, scenarios.odd_gradients_of_a_mesh, [(odd_rank, kind) for odd_rank in range(gloo.size)]):
+def test_a_rank_whose_gradients_are_missing_or_refused_takes_part(gloo: GlooWorld, kind: str):
+    for _, told in each(gloo, odd_gradients_of_a_mesh, [(odd_rank, kind) for odd_rank in range(gloo.size)]):
         diagnoses.check(told, [(rank,) for rank in range(gloo.size)])
+
+
+def loss_of_a_mesh(group, bad_rank: int, placement: str):
+    """Scale a loss that is a DTensor, replicated or a part on each rank, and skip the step."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    is_bad = group.rank() == bad_rank or placement == "replicated"
+    local = torch.tensor([math.nan if is_bad else 1.0])
+    loss = DTensor.from_local(local, mesh, [Replicate() if placement == "replicated" else Shard(0)])
+    parameter = sharded(mesh)
+    optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0, diagnose="on_overflow")
+    scaler.scale(loss)
+    parameter.grad = as_dtensor(mesh, torch.full((2,), math.inf))
+    asked = scaler.diagnose(optimizer, loss={"main": loss, "other": math.nan})
+    scaler.step(optimizer)
+    overflow = scaler.last_step(optimizer).overflow
+    # One more is a number that is not finite.
+    assert asked.loss_nonfinite == 1 + is_bad
+    assert overflow.loss_nonfinite == (group.size() if placement == "replicated" else 1)
+    assert overflow.cause == "model"
 
 
 @pytest.mark.parametrize("placement", ["replicated", "parts"])
 @pytest.mark.parametrize("size", [2, *later("all", 3)])
-def test_a_loss_that_is_a_dtensor_is_judged_by_its_part_on_each_rank(scenarios, size: int, placement: str):
-    agree(GlooWorld(size), scenarios.loss_of_a_mesh, [(bad_rank, placement) for bad_rank in range(size)])
+def test_a_loss_that_is_a_dtensor_is_judged_by_its_part_on_each_rank(size: int, placement: str):
+    agree(GlooWorld(size), loss_of_a_mesh, [(bad_rank, placement) for bad_rank in range(size)])

@@ -15,8 +15,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from group_scenarios import fresh
-from scenarios import PLAIN, SGD, TIMEOUT, Trainer, agreement, gradients, loss, raised, rank_and_size
+from scenarios import PLAIN, SGD, TIMEOUT, Trainer, agreement, fresh, gradients, loss, raised, rank_and_size
 
 import gradscale
 from gradscale.scaler import agreement as agreements

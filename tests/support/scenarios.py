@@ -55,6 +55,16 @@ def rank_and_size(group) -> tuple[int, int]:
     return group.rank, group.size
 
 
+def is_mpi(group) -> bool:
+    """Tell whether a group is MPI's, and not torch's."""
+    return hasattr(group, "Get_name")
+
+
+def fresh(group):
+    """Return another group of the same ranks."""
+    return group.Dup() if is_mpi(group) else importlib.import_module("torch.distributed").new_group()
+
+
 def begun(group, **settings):
     """Return the rank, a scaler over the group, and an optimizer."""
     scaler = gradscale.ShardedGradScaler(group=group, timeout=TIMEOUT, **settings)
