@@ -25,22 +25,31 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "library",
-    ["numpy", "strict", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)],
+    [
+        "numpy",
+        pytest.param("torch", marks=pytest.mark.torch),
+        pytest.param("strict", marks=pytest.mark.tier("ranks")),
+        pytest.param("jax", marks=[pytest.mark.jax, pytest.mark.tier("ranks")]),
+    ],
 )
 def test_random_diagnoses_of_a_group_are_the_models_on_every_rank(world: ThreadWorld | ProcessWorld, library: str):
     require(library)
-    number = examples({"numpy": 300, "torch": 150}.get(library, 15)) if isinstance(world, ThreadWorld) else 20
+    number = examples({"numpy": 150, "torch": 75}.get(library, 15)) if isinstance(world, ThreadWorld) else 20
     for _, results in each(world, diagnoses.diagnosed, [(seed, library) for seed in range(number)]):
         diagnoses.check(results, [(rank,) for rank in range(world.size)])
 
 
 def test_of_many_ranks_the_eight_worst_entries_of_each_are_listed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gradscale.scaler.diagnosis._GATHERED", 30)
-    for _, results in each(ThreadWorld(10), diagnoses.diagnosed, [(seed, "numpy", 14) for seed in range(examples(30))]):
+    for _, results in each(ThreadWorld(10), diagnoses.diagnosed, [(seed, "numpy", 14) for seed in range(examples(15))]):
         diagnoses.check(results, [(rank,) for rank in range(10)], listed=30)
 
 
-@pytest.mark.parametrize(("many", "seeds"), [(1, range(25, 25 + examples(60))), (1025, [52])], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("many", "seeds"),
+    [(1, range(25, 25 + examples(60))), pytest.param(1025, [52], marks=pytest.mark.tier("ranks"))],
+    ids=["few", "many"],
+)
 def test_groups_of_a_grid_are_gathered_in_turn(many: int, seeds: Sequence[int]):
     for seed in seeds:
         groups = grid_of_threads()

@@ -13,13 +13,14 @@ import pytest
 from axes import require
 from difference_scenarios import ITERATION, UNSCALED, Player
 from scenarios import Around, Trainer, grid_of_threads, raised
-from tiers import examples
+from tiers import examples, later
 from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree, each
 
 import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
 
 World = ThreadWorld | ProcessWorld
+TORCH_LATER = pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.tier("ranks")])
 
 LIBRARIES = ["numpy", *(pytest.param(name, marks=pytest.mark.torch) for name in ("torch", "torch fused"))]
 
@@ -32,7 +33,7 @@ def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, lib
     agree(world, scenarios.differ, cases)
 
 
-@pytest.mark.parametrize("program", scenarios.PROGRAMS)
+@pytest.mark.parametrize("program", ["step", *later("ranks", *[name for name in scenarios.PROGRAMS if name != "step"])])
 def test_ranks_that_differ_and_send_other_messages_are_told_so(processes: ProcessWorld, program: str):
     cases = [(odd_rank, program, "numpy") for odd_rank in range(processes.size)]
     agree(processes, scenarios.interleaved, cases)
@@ -68,7 +69,7 @@ def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(wo
     each(world, scenarios.closure_without_scale, [(rank, one) for rank in range(world.size) for one in (1, 2)])
 
 
-@pytest.mark.parametrize("kind", ["numpy", pytest.param("torch", marks=pytest.mark.torch), "list", "agreement"])
+@pytest.mark.parametrize("kind", ["numpy", *later("ranks", "list", "agreement"), TORCH_LATER])
 def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWorld, kind: str):
     versions = ("99.1.2.dev3", "0.0.7", f"{gradscale.__version__}+patched")
     cases = [(odd_rank, other, kind) for other in versions for odd_rank in range(processes.size)]

@@ -7,14 +7,14 @@ from tiers import examples, later
 from worlds import ThreadWorld, agree
 
 pytestmark = pytest.mark.numpy
-LIBRARIES = ["numpy", "strict", pytest.param("torch", marks=pytest.mark.torch)]
+LIBRARIES = ["numpy", "strict", pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.tier("ranks")])]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("seed", [0, *later("all", *range(1, 10))])
 def test_a_random_life_alone_is_the_models(seed: int, library: str):
     require(library)
-    counts = lives.live(None, examples(20_000 if library == "numpy" else 3_000), seed, library)["counts"]
+    counts = lives.live(None, examples(20_000 if library == "numpy" else 1_500), seed, library)["counts"]
     if library == "numpy":
         raised = ("unscale", "refuse", "step", "minimise", "update", "resume")
         reasons = ("stepped", "overflow", "spike", "refused", "closure steps", "closure skips", "closure has begun")
@@ -27,4 +27,4 @@ def test_a_random_life_alone_is_the_models(seed: int, library: str):
 @pytest.mark.parametrize("library", ["numpy", *later("ranks", "torch")])
 def test_a_random_life_is_the_models_on_every_rank(world, library: str):
     require(library)
-    agree(world, lives.live, [(examples(4_000) if isinstance(world, ThreadWorld) else 4_000, 7, library)])
+    agree(world, lives.live, [(examples(2_000) if isinstance(world, ThreadWorld) else 2_000, 7, library)])
