@@ -11,7 +11,6 @@ from axes import VARIABLE, require, required
 from hypothesis import HealthCheck, settings
 from libraries import ROWS, Library, opened
 from tiers import TIERS, choose, examples, is_in, repeats
-from worlds import end_ranks
 
 # A shell's background jobs ignore Ctrl-C, and so would the programs that are to be interrupted by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,13 +38,6 @@ def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
     """Return an array library; each test runs once on each."""
     with opened(request.param) as library:
         yield library
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks_end():
-    """End the ranks that the tests of a module have shared; an error if they do not end well."""
-    yield
-    end_ranks()
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_from_apex_it_skips_and_goes_on_with_a_saved_state(capsys: pytest.Captur
 @pytest.mark.torch
 @pytest.mark.parametrize("system", ["deepspeed", "megatron"])
 def test_from_a_system_of_several_ranks_both_skip(system: str):
-    scenario = importlib.import_module("moving_scenarios").moved
+    scenario = importlib.import_module("recipe_scenarios").moved
     for _, answers in each(GlooWorld(2), scenario, [(system, OVERFLOWS, bad_rank) for bad_rank in (0, 1)]):
         for answer in answers:
             # Of three overflows the first is tolerated.

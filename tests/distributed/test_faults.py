@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from events import tell, wait_for
-from scenarios import Trainer, raised, rank_and_size
-from worlds import Failure, GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree, alone
+from scenarios import Trainer, raised, rank_and_size, tell, wait_for
+from worlds import Failure, GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree
 
 import gradscale
 
@@ -64,7 +63,6 @@ def prepared(group, kind: str) -> Trainer:
     return Trainer(group, kind, 1, timeout=TIMEOUT)
 
 
-@alone
 def fault(group, name: str, faulty_rank: int, kind: str):
     """Make six iterations with a fault in the fourth; each ends in time, with the right result or an error."""
     rank, size = rank_and_size(group)
@@ -161,7 +159,6 @@ def second(group, operation: str, timeout: float):
     return calls.get(operation, lambda: scaler.step(optimizer)), trainer
 
 
-@alone
 def absence(group, operation: str, absent_rank: int, how: str, settings: dict[str, Any]):
     """Let one rank raise before it comes to an operation, or come too late: a timeout on the others, who try twice."""
     (rank, size), timeout = rank_and_size(group), settings["timeout"]
@@ -223,7 +220,6 @@ def test_a_rank_that_constructs_no_scaler_is_a_timeout_on_the_others(mpi: MPIWor
     assert_times_out(mpi, "construction", "is late", tmp_path)
 
 
-@alone
 def forked(group, forking_rank: int, kind: str):
     """Step, and construct, in a child after fork, which is refused; and go on in the parents."""
     rank, size = rank_and_size(group)

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import ran
-from events import tell, wait_for
-from scenarios import SGD, begun, fresh, gradients, is_mpi, iterate, raised, rank_and_size
+from scenarios import SGD, begun, fresh, gradients, is_mpi, iterate, raised, rank_and_size, tell, wait_for
 from tiers import later
-from worlds import GlooWorld, MPIWorld, ProcessWorld, agree, alone, mpi_command, mpi_environment
+from worlds import GlooWorld, MPIWorld, ProcessWorld, agree, mpi_command, mpi_environment
 
 import gradscale
 from gradscale import registry
@@ -127,7 +126,6 @@ def test_a_list_of_groups_reaches_every_rank_of_a_grid(world: ProcessWorld, kind
     agree(world, grid, [(bad_rank, kind) for bad_rank in range(4) for kind in kinds])
 
 
-@alone
 def after_a_timeout(group, late_rank: int, folder: str):
     """Time out, wait for the late rank by other means, and go on over a new group."""
     rank, size = rank_and_size(group)
@@ -191,7 +189,6 @@ def test_int32_vectors_of_any_layout_are_reduced_and_nothing_else(processes: Pro
 # Over MPI.
 
 
-@alone
 def many_scalers(comm):
     """Construct more scalers than there are communicators to be had, over one group and over short-lived ones."""
     for _ in range(2500):
@@ -216,7 +213,6 @@ def what_is_no_communicator(comm):
     half.Free()
 
 
-@alone
 def freed_before_its_end(comm):
     """Free communicators over which a message is under way, to which one rank comes late or never."""
     for late in range(comm.size):
@@ -231,7 +227,6 @@ def freed_before_its_end(comm):
             comm.Barrier()
 
 
-@alone
 def dropped_by_mpi(comm):
     """Start a reduction and forget it before the other ranks have come; MPI still needs its memory."""
     collectives = registry.collectives_for(comm, 5.0)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from recipe_blocks import GUARD_PAGE, TORCH_PAGE, run_on
+from recipe_blocks import GUARD_PAGE, INTEROP, TORCH_PAGE, run_on
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -264,3 +264,25 @@ def guarded(group, name: str, spikes: tuple[int, ...], bad_rank: int):
         "followed": (names["schedule"].last_epoch, int(names["average"].n_averaged)) if is_whole else None,
         "weights": [(one if is_whole else one.full_tensor()).tolist() for one in given["model"].parameters()],
     }
+
+
+def moved(group, system: str, overflows: tuple[int, ...], bad_rank: int):
+    """Run the lines after of a page, in which one rank overflows, and those that load a saved state."""
+    given, page = granted(overflows if dist.get_rank(group) == bad_rank else ()), INTEROP / f"{system}.md"
+    names = run_on(page, "after", **given, group=group)
+    scaler = names["scaler"]
+    answer = {
+        "skipped": [report.iteration for report in scaler.history if report.skipped],
+        "scale": scaler.get_scale(),
+        "steps": names["schedule"].last_epoch,
+        "dtypes": {str(parameter.dtype) for parameter in given["model"].parameters()},
+    }
+    window = {"scale_factor": 2.0, "scale_window": 1000, "min_scale": 1, "dynamic": True, "delayed_shift": 2}
+    saved = {
+        "deepspeed": {"cur_scale": 512.0, "cur_iter": 9, "last_overflow_iter": 3, "cur_hysteresis": 1, **window}
+        | {"consecutive_hysteresis": False, "raise_error_at_min_scale": True},
+        "megatron": {"scale": torch.tensor([512.0]), "growth_tracker": 5, "hysteresis_tracker": 1},
+    }
+    del names["scaler"]
+    state = run_on(page, "state", **names, saved=saved[system])["scaler"].state_dict()
+    return answer | {"loaded": [state[key] for key in ("scale", "_growth_tracker", "_overflow_tracker")]}

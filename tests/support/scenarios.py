@@ -8,7 +8,9 @@ import importlib
 import math
 import os
 import re
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,6 +116,24 @@ def behaving(group, how: str):
     assert how != "raises everywhere"
     assert (how, rank) != ("raises", 1)
     return rank if how == "differs" else 0
+
+
+# What ranks tell each other beside the group that is tested: files in a folder that they share, whatever they are.
+
+
+def tell(folder: str, event: str, rank: int):
+    """Say that something has happened on a rank."""
+    Path(folder, f"{event}-{rank}").touch()
+
+
+def wait_for(folder: str, event: str, ranks: int):
+    """Wait until something has happened on so many ranks."""
+    begin = time.monotonic()
+    while len(list(Path(folder).glob(f"{event}-*"))) < ranks:
+        if time.monotonic() - begin > 60.0:
+            msg = f"{ranks} ranks should have said {event!r} within {60.0:g} s, got {sorted(Path(folder).iterdir())}"
+            raise AssertionError(msg)
+        time.sleep(0.01)
 
 
 # Steps.

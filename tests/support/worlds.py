@@ -1,12 +1,12 @@
 """Worlds: where a scenario runs on several ranks, as threads of this process or as real processes.
 
-A scenario is a function of ``scenarios.py`` that takes a group as its first argument. Every world runs it on each rank
-and returns what each rank returned or raised, so that one test serves them all. The ranks of MPI serve the scenarios of
-a module one after the other; one that ends badly, or needs processes that have run nothing else, is marked ``@alone``.
+A scenario is a function that takes a group as its first argument. Every world runs it on each rank and returns what
+each rank returned or raised, so that one test serves them all.
 """
 
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import importlib
 import multiprocessing
@@ -15,29 +15,21 @@ import pickle
 import random
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from unittest import mock
-
-from pool import Ranks
 
 from gradscale.testing import run_ranks
 
 HERE = Path(__file__).parent
 RUNNER = HERE / "launched_runner.py"
-
-Scenario = TypeVar("Scenario", bound=Callable[..., Any])
-
-
-def alone(scenario: Scenario) -> Scenario:
-    """Mark a scenario that needs ranks which serve nothing else, before and after: some come late, or never."""
-    scenario.is_alone = True  # type: ignore[attr-defined]
-    return scenario
+_LINGERING = 15.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,59 +144,62 @@ class ThreadWorld(World):
 
 
 class ProcessWorld(World):
-    """Ranks that are processes, which are given a task and answer what they returned."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _LaunchedWorld(ProcessWorld):
-    """Ranks that a launcher starts, and that stand by for the next scenario if this one is not alone.
-
-    The method ``command`` returns the command line that starts them, given the address that they connect to.
-    """
+    """Ranks that are processes of their own, each of which writes its answer to a file."""
 
     def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
-        """Give the task to ranks that are there, or to new ones."""
-        is_alone = getattr(scenario, "is_alone", False)
-        ranks = None if is_alone else _standing.pop(self, None)
-        if ranks is None:
-            # Loading numba takes longer than most scenarios, and not equally long on each rank.
-            fast = {"GRADSCALE_NUMPY_FAST": "0"} if is_alone else {}
-            ranks = Ranks(self.size, self.command, mpi_environment() | fast)
-        answers = ranks.ask(pickle.dumps((scenario, cases, is_alone)), limit)
-        if is_alone:
-            ranks.end()
-        elif any(isinstance(result, Failure) for results in answers for result in results):
-            ranks.kill()
-        else:
-            _standing[self] = ranks
+        """Run the cases on new ranks."""
+        answers, said = self.launch(scenario, cases, limit)
+        if None in answers:
+            raise RuntimeError(said)
         return answers
 
+    def launch(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
+        """Return what each rank answered, None where it did not within some seconds, and what became of them."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            statuses = self.start(folder, pickle.dumps((scenario, cases, limit)), limit)
+            printed = "".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("*.txt")))
+            files = [folder / f"{rank}.pickle" for rank in range(self.size)]
+            answers = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+        if any(statuses) and not any(answer is None or _has_failed(answer) for answer in answers):
+            raise RuntimeError(f"the ranks did not end well: {statuses}\n{printed}")
+        return answers, f"statuses {statuses}\n{printed}"
 
-_standing: dict[World, Ranks] = {}
+    def start(self, folder: Path, task: bytes, limit: float) -> list[int | None]:
+        """Run a task with a launcher; return its status."""
+        (folder / "task").write_bytes(task)
+        # Loading numba takes longer than most scenarios, and not equally long on each rank.
+        environment = mpi_environment() | {"GRADSCALE_NUMPY_FAST": "0"}
+        with (folder / "launcher.txt").open("wb") as said:
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": subprocess.STDOUT}
+            launcher = subprocess.Popen(self.command(folder), env=environment, **options)
+            try:
+                # Ranks that hang say where, and end.
+                return [launcher.wait(limit + 60.0)]
+            finally:
+                launcher.kill()
+
+    def command(self, folder: Path) -> list[str]:
+        """Return the command line that starts the ranks."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class MPIWorld(_LaunchedWorld):
-    """Ranks that are processes under mpiexec; the group is COMM_WORLD for a scenario that is alone, or a duplicate."""
+class MPIWorld(ProcessWorld):
+    """Ranks that are processes under mpiexec; the group is COMM_WORLD."""
 
-    def command(self, address: str) -> list[str]:
+    def command(self, folder: Path) -> list[str]:
         """Return the command line of mpiexec."""
-        return mpi_command(self.size, RUNNER, "mpi", address)
+        return mpi_command(self.size, RUNNER, "mpi", folder)
 
 
 @dataclasses.dataclass(frozen=True)
-class MlxWorld(_LaunchedWorld):
-    """Ranks that are processes under mlx.launch, connected by MLX's ring; the group is always the same one."""
+class MlxWorld(ProcessWorld):
+    """Ranks that are processes under mlx.launch, connected by MLX's ring."""
 
-    def command(self, address: str) -> list[str]:
+    def command(self, folder: Path) -> list[str]:
         """Return the command line of mlx.launch."""
-        return mlx_command(self.size, RUNNER, "mlx", address)
-
-
-def end_ranks():
-    """End all ranks that stand by; a RuntimeError if they do not end well."""
-    while _standing:
-        _standing.popitem()[1].end()
+        return mlx_command(self.size, RUNNER, "mlx", folder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,32 +209,19 @@ class GlooWorld(ProcessWorld):
     They are forked off a process that has imported torch, which takes longer than most scenarios.
     """
 
-    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
-        """Run the task on new ranks."""
-        answers, said = self.launch(scenario, cases, limit)
-        if None in answers:
-            raise RuntimeError(said)
-        return answers
-
-    def launch(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
-        """Return what each rank answered, None where it did not within some seconds, and what became of them."""
-        with tempfile.TemporaryDirectory() as folder:
-            task = (self.size, scenario, cases)
-            ranks = [_forking().Process(target=_run_gloo, args=(folder, k, *task)) for k in range(self.size)]
-            with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
-                for rank in ranks:
-                    rank.start()
-            end = time.monotonic() + limit
+    def start(self, folder: Path, task: bytes, limit: float) -> list[int | None]:
+        """Run a task; return the status of each rank."""
+        ranks = [_forking().Process(target=_run_gloo, args=(folder, k, self.size, task)) for k in range(self.size)]
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
             for rank in ranks:
-                rank.join(max(0.0, end - time.monotonic()))
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-            files = [Path(folder, f"{k}.pickle") for k in range(self.size)]
-            printed = [Path(folder, f"{k}.txt") for k in range(self.size)]
-            said = "".join(f"rank {k}: {file.read_text()}" for k, file in enumerate(printed) if file.exists())
-            answers = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
-        return answers, f"statuses {[rank.exitcode for rank in ranks]}\n{said}"
+                rank.start()
+        end = time.monotonic() + limit
+        for rank in ranks:
+            rank.join(max(0.0, end - time.monotonic()))
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        return [rank.exitcode for rank in ranks]
 
 
 @functools.cache
@@ -253,12 +235,34 @@ def _run_gloo(*task):
     importlib.import_module("gloo_runner").run_rank(*task)
 
 
+def _has_failed(results: Iterable[Any]) -> bool:
+    return any(isinstance(one, Failure) for one in results)
+
+
+def serve(folder: Path, group, rank: int, size: int, task: bytes):
+    """Run a task as one rank, and write what its cases returned or raised to a file."""
+    scenario, cases, limit = pickle.loads(task)
+    faulthandler.dump_traceback_later(limit, exit=True)
+    answers = [folder / f"{other}.pickle" for other in range(size)]
+    results = run_cases(group, scenario, cases)
+    (folder / f"{rank}.part").write_bytes(pickle.dumps(results))
+    (folder / f"{rank}.part").rename(answers[rank])
+    # A rank that raised stays: had it ended, the others would find its connections closed. One that died never answers.
+    end = time.monotonic() + _LINGERING
+    while not all(answer.exists() for answer in answers) and time.monotonic() < end:
+        time.sleep(0.002)
+    if _has_failed(results):
+        # Some libraries would wait here for messages that others have not sent.
+        os._exit(1)
+    faulthandler.cancel_dump_traceback_later()
+
+
 def each(world: World, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]):
     """Run a scenario's cases; each with what the ranks returned, after asserting that none has raised."""
     cases = list(cases)
     found = list(zip(cases, world.run_each(scenario, cases), strict=True))
     for case, results in found:
-        assert not any(isinstance(result, Failure) for result in results), (case, results)
+        assert not _has_failed(results), (case, results)
     return found
 
 
