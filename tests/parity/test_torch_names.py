@@ -256,14 +256,7 @@ class Lookalike:
 
 @pytest.mark.parametrize("wrap", [lambda group: group, lambda group: [group]], ids=["bare", "listed"])
 @pytest.mark.parametrize("finds", [False, True])
-@pytest.mark.parametrize("is_old", [False, True], ids=["", "torch-2.6"])
-def test_any_object_with_rank_size_and_allreduce_is_a_process_group(
-    monkeypatch: pytest.MonkeyPatch, is_old: bool, finds: bool, wrap: Callable[[Any], Any]
-):
-    if is_old:
-        # Its options take no other attributes.
-        options = type("AllreduceOptions", (), {"__slots__": ("reduceOp", "timeout")})
-        monkeypatch.setattr(torch.distributed, "AllreduceOptions", options)
+def test_any_object_with_rank_size_and_allreduce_is_a_process_group(finds: bool, wrap: Callable[[Any], Any]):
     group = Lookalike(finds)
     run = Small(gradscale_torch.ShardedGradScaler("cpu", init_scale=4.0, process_group=wrap(group)))
     run.put(8.0)

@@ -24,7 +24,7 @@ import gradscale
 
 pytestmark = pytest.mark.torch
 
-PROGRAMS = 4500
+PROGRAMS = 3000
 # torch's adds duplicates of float16 in float16, where it judges alone.
 TWICE = ("SGD-sparse", "float16")
 SAVED = {"scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 1}
@@ -172,6 +172,7 @@ class Chance:
             [
                 *(self._scale(), self._scale(), ("scale", choice(list(WRONG)), "float32", ())),
                 *(("scale_later", choice(["iterator", "set"])), ("consume",)),
+                ("regroup", optimizer, choice([0, 1]), choice([True, False])),
                 *[("train", optimizer, self._bad())] * 2,
                 *[("unscale", optimizer)] * 2,
                 *[("step", optimizer)] * 3,
@@ -208,6 +209,8 @@ class Chance:
             # Some accumulate.
             yield from [("train", optimizer, self._bad())] * (1 if draw() < 0.8 else 2)
         for optimizer in chosen:
+            if draw() < 0.05:
+                yield "regroup", optimizer, self._random.choice([0, 1]), draw() < 0.5
             if draw() < 0.15:
                 yield "judge", optimizer
             if draw() < 0.05:
@@ -395,6 +398,20 @@ class Side:
 
     def consume(self):
         return next(self._later, None)
+
+    def regroup(self, index: int, place: int, is_new: bool):
+        """Take a parameter out of its optimizer, perhaps by a list of its own, or put it back."""
+        parameter, optimizer = self.models[index][place], self.optimizers[index]
+        for group in optimizer.param_groups:
+            if any(one is parameter for one in group["params"]):
+                kept = [one for one in group["params"] if one is not parameter]
+                group["params"][:] = kept
+                group["params"] = kept if is_new else group["params"]
+                return
+        if is_new:
+            optimizer.add_param_group({"params": [parameter]})
+        else:
+            optimizer.param_groups[0]["params"].append(parameter)
 
     def train(self, index: int, bad: float | None, by_hand: bool = False):
         first, *others = self.models[index]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from libraries import Library
 
-from gradscale import DynamicScale, presets
+from gradscale import presets
 from gradscale.core.validation import SMALLEST_NORMAL
 
 # Pure functions, and many calls of them; see conftest.py.
@@ -137,12 +137,6 @@ def test_the_scale_is_the_originals_after_each_step(arrays: Library, name: str):
 
 
 PLAIN: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 4}
-OWN_CLASS = [name for name in VARIANTS if name.startswith(("chainer", "guided"))]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_preset_is_a_setting_of_dynamic_scale_where_one_expresses_it(name: str):
-    assert (type(preset(name)) is DynamicScale) == (name not in OWN_CLASS)
 
 
 def test_a_wrong_rule_does_not_pass(strict: Library):
