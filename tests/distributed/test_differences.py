@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import difference_scenarios as scenarios
 import numpy as np
 import pytest
-from axes import require
 from difference_scenarios import ITERATION, UNSCALED, Player
 from scenarios import Around, Trainer, grid_of_threads, raised
 from tiers import examples, later
@@ -20,14 +19,18 @@ import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
 
 World = ThreadWorld | ProcessWorld
-TORCH_LATER = pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.tier("ranks")])
 
-LIBRARIES = ["numpy", *(pytest.param(name, marks=pytest.mark.torch) for name in ("torch", "torch fused"))]
+TORCH_LATER = [pytest.mark.torch, pytest.mark.tier("ranks")]
+LIBRARIES = [
+    "numpy",
+    pytest.param("torch", marks=pytest.mark.torch),
+    pytest.param("torch fused", marks=TORCH_LATER),
+]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, library: str):
-    found = [what for what in scenarios.DIFFERENCES if library == "numpy" or not what.startswith("norm")]
+    found = [what for what in scenarios.DIFFERENCES if library == "numpy" or not what.startswith(("norm", "resumed"))]
     ranks = range(world.size)
     cases = [(rank, what, (number + rank) % 3, library) for number, what in enumerate(found) for rank in ranks]
     agree(world, scenarios.differ, cases)
@@ -56,20 +59,13 @@ def test_what_ranks_may_do_apart_is_no_error_but_for_the_order_of_scalers(world:
     agree(world, scenario, [(rank, library) for rank in range(world.size)])
 
 
-@pytest.mark.parametrize(
-    ("what", "library"),
-    [("a step is under way", "numpy"), ("a step is under way", "torch"), ("an optimizer refuses", "numpy")],
-)
-def test_ranks_that_resume_from_states_after_other_steps_are_told_so(world: World, what: str, library: str):
-    require(library)
-    agree(world, scenarios.saved_apart, [(rank, what, library) for rank in range(world.size)])
-
-
 def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(world: World):
     each(world, scenarios.closure_without_scale, [(rank, one) for rank in range(world.size) for one in (1, 2)])
 
 
-@pytest.mark.parametrize("kind", ["numpy", *later("ranks", "list", "agreement"), TORCH_LATER])
+@pytest.mark.parametrize(
+    "kind", ["numpy", *later("ranks", "list", "agreement"), pytest.param("torch", marks=TORCH_LATER)]
+)
 def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWorld, kind: str):
     versions = ("99.1.2.dev3", "0.0.7", f"{gradscale.__version__}+patched")
     cases = [(odd_rank, other, kind) for other in versions for odd_rank in range(processes.size)]

@@ -399,25 +399,19 @@ def clip_parts(group, values: tuple[float, float], is_replicated: bool, norm: fl
 
 
 KINDS = ("same", "half", "half first", "some")
-# For each, the scenario and what it is asked beside each rank in turn, or once.
-TURNS: list[tuple[Any, ...]] = [
-    *((no_gradient_of_a_mesh, max_norm) for max_norm in (None, 0.5)),
-    *((two_meshes, kind, which, False) for kind in KINDS for which in range(2)),
-]
-ONCE: list[tuple[Any, ...]] = [
-    *((two_meshes, None, kind, 0, is_given) for kind in KINDS for is_given in (False, True)),
-    *((clip_of_two_meshes, kind) for kind in (*KINDS[:3], "plain")),
+# The scenario, whether it is told each rank in turn, and what else it is told.
+ROWS: list[tuple[Any, ...]] = [
+    *((no_gradient_of_a_mesh, True, max_norm) for max_norm in (None, 0.5)),
+    *((two_meshes, True, kind, which, False) for kind in KINDS for which in range(2)),
+    *((two_meshes, False, None, kind, 0, is_given) for kind in KINDS for is_given in (False, True)),
+    *((clip_of_two_meshes, False, kind) for kind in (*KINDS[:3], "plain")),
 ]
 
 
-@pytest.mark.parametrize("row", TURNS, ids=str)
-def test_each_rank_in_turn(gloo: GlooWorld, row: tuple[Any, ...]):
-    agree(gloo, row[0], [(rank, *row[1:]) for rank in range(gloo.size)])
-
-
-@pytest.mark.parametrize("row", ONCE, ids=str)
-def test_all_ranks(gloo: GlooWorld, row: tuple[Any, ...]):
-    agree(gloo, row[0], [row[1:]])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join([row[0].__name__, *map(str, row[1:])]))
+def test_shards_of_meshes(gloo: GlooWorld, row: tuple[Any, ...]):
+    scenario, is_each, *others = row
+    agree(gloo, scenario, [(rank, *others) for rank in range(gloo.size)] if is_each else [tuple(others)])
 
 
 def test_an_infinity_on_each_rank_of_crossed_meshes_is_found_on_all():

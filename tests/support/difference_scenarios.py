@@ -192,6 +192,9 @@ DIFFERENCES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "another policy": ("odd: set_growth_interval 7", ("settings: ", "growth_interval=7", "growth_interval=2000")),
     "update left out": ("step A, even: update, scale, step B", held("iteration", 2, 3)),
+    # Of gradscale's own scaler alone: torch's replacement has no such number in its state.
+    "resumed while a step is under way": ("even: save, step A, odd: save, load", held(STEPS, 3, 2)),
+    "resumed after a refusal": ("odd: decline A, even: step A, update, reload", held(STEPS, 2, 3)),
     # Of gradscale's own scaler alone: torch's replacement finds the group of a norm in the parameters.
     "norm of rank": ("odd: clip A 2.0 rank, even: clip A 1.0 rank, step A", held("max_norm", 2.0, 1.0)),
     "norm of group": ("odd: clip A 2.0 group, even: clip A 1.0 group, step A", held("max_norm", 2.0, 1.0)),
@@ -327,23 +330,6 @@ def pipelined(group, odd_rank: int, library: str):
     other.fill(float("nan") if player.is_odd else 1.0)
     raised(gradscale.CallOrderError, lambda: other.scaler.step(other.optimizers[0]), "never been called on any rank")
     return scaler.get_scale(), scaler.counts()
-
-
-APART = {
-    "a step is under way": ("even: save, step A, odd: save, load", held(STEPS, 3, 2)),
-    "an optimizer refuses": ("odd: decline A, even: step A, update, reload", held(STEPS, 2, 3)),
-}
-"""What ranks do that resume from states of their own, and what they are told."""
-
-
-def saved_apart(group, odd_rank: int, what: str, library: str):
-    """Resume each rank from a state of its own, where the odd rank has made another number of steps."""
-    # Of torch's scaler in its own keys.
-    policy = {} if library == "torch" else {"policy": gradscale.StaticScale(8.0)}
-    player, (program, told) = Player(group, library, odd_rank, **policy), APART[what]
-    player.run(ITERATION, "scale", program)
-    said = said_of(held("iteration", 2, 1) if library == "torch" else told, odd_rank, group)
-    raised(gradscale.ScaleDesyncError, lambda: player.run(ITERATION), *said)
 
 
 def closure_without_scale(group, odd_rank: int, evaluation: int):
