@@ -26,6 +26,7 @@ def trained(steps: int = 5, **settings) -> tuple[gradscale.GradScaler, Tree]:
     return scaler, optimizer
 
 
+@pytest.mark.tier("ranks")
 def test_so_many_optimizers_that_none_is_ever_judged_are_told_of():
     scaler, kept = gradscale.GradScaler(skip=RULE), [Tree() for _ in range(65)]
     for optimizer in kept[:-1]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import Grouped, Parameter, Tree
 from scenarios import Around, grid_of_threads, raised
+from tiers import later
 
 import gradscale
 from gradscale import ScaleState, ShardedGradScaler
@@ -208,22 +209,7 @@ def test_the_group_of_a_wait_that_ended_waits_for_as_long_as_before():
     run_ranks(2, lambda group: rank(group) if group.rank else None, timeout=0.2)
 
 
-def test_a_rank_that_cannot_unscale_while_another_tells_its_claim_ends_both():
-    def rank(group: ThreadCollectives):
-        step = Step(group, 4.0 * (1 + group.rank))
-        step.scaler.unscale_(step.one)
-        if group.rank == 0:
-            step.other.grads = ["no array"]
-            step.scaler.unscale_(step.other)
-        step.scaler.step(step.one)
-
-    refused, told = run_ranks(2, rank, timeout=5.0, return_exceptions=True)
-    assert type(refused) is gradscale.InvalidTypeError
-    assert type(told) is gradscale.ScaleDesyncError
-    assert "scale from 4.0 to 8.0 (here 8.0); what this rank holds is" in str(told)
-
-
-@pytest.mark.parametrize("size", [2, 64, 256])
+@pytest.mark.parametrize("size", [2, 64, *later("ranks", 256)])
 def test_an_error_of_many_ranks_is_as_readable_as_one_of_two(size: int):
     def rank(group: ThreadCollectives) -> str:
         step = Step(group, 4.0 if group.rank == size - 2 else 8.0)
@@ -300,11 +286,6 @@ def test_an_optimizer_that_gains_parameters_or_a_name_on_one_rank_alone_is_a_dif
             assert f"name: {held} on rank 0 | Grouped with 1 param_groups on rank 1" in text
 
 
-def test_an_overflow_that_devices_have_counted_is_of_no_rank_though_one_has_seen_a_spike():
-    found = claims.verdict_from(claims.Flags(2, code=claims.reason_code(Reason.SPIKE, 3)), 0, 4.0)
-    assert (found.reason, found.by) == (Reason.OVERFLOW, None)
-
-
 def test_of_ranks_at_other_calls_it_is_told_where_they_are_and_nothing_that_follows_from_it():
     text = claims.difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Call.DIAGNOSIS, kind="Tree")})
     assert [part.partition(":")[0] for part in text.split("; ")] == ["the call itself", "call of the iteration"]
@@ -374,7 +355,7 @@ def test_values_of_ranks_travel_in_messages_of_the_usual_form():
         sent = bytes(range(256)) * group.rank + b"\xff" * (group.rank % 5)
         return agreement.gather_numbers(number, group, carry), agreement.gather_texts(sent, group, carry)
 
-    for size in (1, 2, 7, 8, 9, 17):
+    for size in (1, 2, 8, 9):
         numbers = [(-1) ** rank * (2**31 - rank - 1) for rank in range(size)]
         texts = [bytes(range(256)) * rank + b"\xff" * (rank % 5) for rank in range(size)]
         assert run_ranks(size, rank) == [(numbers, texts)] * size

@@ -61,13 +61,6 @@ def test_any_gradients_are_clipped_to_the_norm_of_all_together_and_an_overflow_c
     assert len(counts) == 4
 
 
-def test_a_disabled_scaler_without_gradients_or_a_norm_has_nothing_to_clip(arrays: Library):
-    scaler = GradScaler(enabled=False)
-    optimizer = Tree([arrays.asarray([3.0])])
-    assert scaler.unscale_(optimizer) is scaler.unscale_(Tree([]), max_norm=1.0) is None
-    arrays.assert_array(optimizer.grads[0], [3.0])
-
-
 @pytest.mark.numpy
 @pytest.mark.parametrize("enabled", [True, False])
 def test_ranks_that_clip_say_whose_norm_it_is_with_a_disabled_scaler_too(enabled: bool):

@@ -65,21 +65,6 @@ def test_what_has_no_gradients_of_one_library_is_refused(strict: Library):
             GradScaler().diagnose(optimizer, state=optimizer is without_weights)  # type: ignore[arg-type]
 
 
-def test_a_limit_of_rows_that_is_no_whole_number_is_refused():
-    for wrong, error in ((-1, InvalidValueError), (1.5, InvalidTypeError)):
-        with pytest.raises(error, match="limit must be"):
-            GradScaler().diagnose(Tree([])).table(wrong)  # type: ignore[arg-type]
-
-
-def test_an_iteration_that_failed_can_be_diagnosed(arrays: Library):
-    scaler = GradScaler(init_scale=1024.0)
-    optimizer = Tree(scaled(arrays, scaler, 1.0))
-    scaler.unscale_(optimizer)
-    with pytest.raises(CallOrderError):
-        scaler.unscale_(optimizer)
-    assert scaler.diagnose(optimizer).entries[0].largest == 1.0
-
-
 def test_gradients_weights_and_state_are_read_at_once(arrays: Library):
     reads: list[Any] = []
 

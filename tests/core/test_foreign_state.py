@@ -125,12 +125,6 @@ def test_apex_of_the_old_package_and_deepspeed_are_told_apart_by_the_name():
 SEVERAL = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)}
 
 
-def test_one_of_several_losses_is_chosen_by_its_number():
-    for i in range(3):
-        saved = load_foreign_state(SEVERAL, loss_id=i).state_dict
-        assert (saved["scale"], saved["_growth_tracker"]) == (2.0**i, i)
-
-
 # What is refused.
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {

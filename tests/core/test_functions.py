@@ -14,7 +14,6 @@ from tiers import examples
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale, presets
-from gradscale.core import arithmetic
 
 # See conftest.py.
 PURE = TRACED = True
@@ -119,7 +118,7 @@ class Draw:
 
 
 def drawn(arrays: Library) -> Iterator[Draw]:
-    for seed in range(examples(150 if arrays.is_slow else 1000)):
+    for seed in range(examples(1000 if arrays.name == "numpy" else 150 if arrays.is_slow else 300)):
         yield Draw(arrays, seed)
 
 
@@ -265,15 +264,6 @@ def test_what_is_wrong_is_refused_with_its_place_and_nothing_is_written(arrays: 
         with pytest.raises(error, match=message):
             call()
     arrays.assert_array(target, [0.0])
-
-
-def test_without_float64_powers_of_two_are_exact_all_the_same(strict: Library):
-    where = strict.xp.Device("no_float64")
-    for exponent in range(-126, 127, 7):
-        state = DynamicScale(init_scale=2.0**exponent).init(strict.asarray(0.0, device=where))
-        got = arithmetic.reciprocal(state.scale)
-        assert got.device == where
-        assert float(got) == 2.0**-exponent
 
 
 # Devices, with and without values, and torch's graphs.

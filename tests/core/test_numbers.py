@@ -92,13 +92,6 @@ def test_a_policy_that_raises_ends_its_run_in_that_step():
     assert (result.raised_at, result.scale) == (3, (4.0, 2.0, 1.0))
 
 
-def test_a_long_run_is_made_to_its_end():
-    result = simulate(DynamicScale(), "C" * 45_000)
-    assert len(result.scale) == len(result.skipped) == 45_000
-    assert result.raised_at is None
-    assert simulate(DynamicScale(min_scale=1.0, at_min="raise"), "O" * 45_000).raised_at == 17
-
-
 class _Branching:
     init_scale = 1.0
     init = DynamicScale().init

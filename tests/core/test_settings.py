@@ -10,13 +10,6 @@ from optimizers import Tree, iterate
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StepGuard, StepReport
-from gradscale.scaler.reports import Reports
-
-
-def test_whoever_wants_reports_has_each_step_read_in_that_step():
-    for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}, {"give_up_after": 2}):
-        assert Reports(options).wants_each_step  # type: ignore[arg-type]
-    assert not Reports({}).wants_each_step
 
 
 @pytest.mark.parametrize("kind", [gradscale.ScaleUnderflowError, gradscale.TrainingStalledError, KeyboardInterrupt])
@@ -49,13 +42,6 @@ def test_a_users_policy_may_tell_by_a_plain_bool_whether_an_overflow_is_raised(a
     with pytest.raises(gradscale.ScaleUnderflowError) if raises else contextlib.nullcontext():
         iterate(arrays, scaler, Tree(), [math.inf])
     assert scaler.get_scale() == 32768.0
-
-
-def test_a_new_scale_is_set_in_spite_of_an_overflow_at_the_minimum(strict: Library):
-    scaler = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise"))
-    scaler.step(Tree([scaler.scale(strict.asarray([math.inf]))]))
-    scaler.update(16.0)
-    assert scaler.get_scale() == 16.0
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])

@@ -48,7 +48,7 @@ def draw_value(chance: random.Random) -> float:
 
 def test_any_run_of_one_or_several_quantities_is_that_of_exact_numbers(arrays: Library):
     counts: collections.Counter[bool] = collections.Counter()
-    for seed in range(examples(30 if arrays.is_slow else 500)):
+    for seed in range(examples(500 if arrays.name == "numpy" else 30 if arrays.is_slow else 100)):
         chance = random.Random(seed)
         size, dtype = chance.choice(
             [*((1.0, name) for name in arrays.reals), (2.0**100, "float32"), (2.0**-100, "float32")]
@@ -109,11 +109,6 @@ def test_a_state_of_another_window_and_a_value_that_is_no_array_are_refused(arra
             call(state, value)
         with pytest.raises(InvalidTypeError, match=r"a value must be an array, 0-d, .*, got 1\.0"):
             call(rule.init(value), 1.0)
-
-
-def test_settings_are_plain_values():
-    rule = SkipSpikes(deviations=np.float32(2.0), learns_from_skipped=np.True_, window=np.int64(8))  # type: ignore[arg-type]
-    assert [type(value) for value in (rule.deviations, rule.learns_from_skipped, rule.window)] == [float, bool, int]
 
 
 def test_defaults_and_presets():

@@ -12,7 +12,6 @@ from optimizers import Tree
 import gradscale
 from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, presets
 from gradscale.core import arithmetic, summaries
-from gradscale.core.backend import Backend
 from gradscale.policies import spikes
 from gradscale.testing import run_ranks
 
@@ -217,20 +216,3 @@ def test_the_pure_core_reads_nothing(strict: Library, unreadable):
         functional_step(strict, policy)
     with pytest.raises(HostReadError):
         bool(like)
-
-
-@pytest.mark.parametrize("explicit", [False, True], ids=["before step", "after unscale_"])
-def test_the_scaler_reads_only_in_step(strict: Library, unreadable, explicit: bool):
-    class Reading(Backend):
-        def read(self, _x, /) -> list[int]:
-            raise HostReadError
-
-    scaler, optimizer = GradScaler(backend=Reading()), Tree([strict.asarray([1.0])])
-    loss = strict.asarray(1.0)
-    unreadable()
-    scaler.scale(loss)
-    if explicit:
-        scaler.unscale_(optimizer)
-    with pytest.raises(HostReadError):
-        scaler.step(optimizer)
-    assert optimizer.steps == 0

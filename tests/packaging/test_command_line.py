@@ -41,18 +41,6 @@ def test_the_script_and_the_module_are_the_same_program():
         assert (completed.returncode, completed.stdout) == (0, f"gradscale {gradscale.__version__}\n")
 
 
-@pytest.mark.parametrize("columns", [50, 100])
-@pytest.mark.parametrize(
-    "arguments", [["doctor", "--help"], ["doctor", "numpy,fast"], ["simulate", "CO", "-p", "torch"]]
-)
-def test_off_a_terminal_a_page_is_as_wide_as_it_is_told(arguments: list[str], columns: int):
-    lines = run(*arguments, COLUMNS=str(columns)).stdout.splitlines()
-    assert lines
-    assert max(map(len, lines)) <= columns
-    if "--help" in arguments:
-        assert max(map(len, lines)) == columns
-
-
 @pytest.mark.tier("quick")
 def test_a_column_that_stays_empty_is_left_out(capsys: pytest.CaptureFixture[str]):
     from gradscale.tools.cli.output import console, table

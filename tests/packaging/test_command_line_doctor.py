@@ -75,20 +75,6 @@ def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypat
     assert command.examine([numpy], 120)[0].reason.startswith("KEPT;")
 
 
-@pytest.mark.tier("quick")
-@pytest.mark.parametrize(("required", "code"), [("", 0), ("numpy", 1)])
-def test_what_is_missing_matters_only_if_it_is_required(monkeypatch: pytest.MonkeyPatch, required: str, code: int):
-    import typer
-
-    from gradscale.tools.cli import doctor as command
-    from gradscale.tools.cli.probe import Finding
-
-    monkeypatch.setattr(command, "examine", lambda chosen, _: [Finding(one.name, "missing") for one in chosen])
-    with pytest.raises(typer.Exit) as ended:
-        command.doctor(["numpy"], required, as_json=True)
-    assert ended.value.exit_code == code
-
-
 @pytest.mark.parametrize(
     ("library", "name", "details"),
     [

@@ -128,21 +128,6 @@ def test_a_log_tells_which_steps_overflow(
     assert rows("-p", preset, str(path)) == [(preset, *expected)]
 
 
-def test_the_counts_tell_a_spike_that_was_left_out_from_an_overflow(tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    rule = gradscale.SkipSpikes(window=4)
-    scaler = gradscale.GradScaler(skip=rule, on_update=gradscale.callbacks.JSONLines(path))
-    optimizer = Tree()
-    for value in (1.0, 1.1, 0.9, 1.0, 1000.0, math.inf, 1.0):
-        optimizer.grads = [scaler.scale(np.float32([value]), loss=value)]
-        scaler.unscale_(optimizer)
-        if value < 1000.0:
-            scaler.step(optimizer)
-        scaler.update()
-    assert scaler.counts() == {"taken": 5, "overflow": 1, "spike": 1, "refused": 0}
-    assert rows(str(path)) == [("torch", 6, 1, 2.0**15)]
-
-
 def test_presets_are_rows_side_by_side_and_one_that_a_policy_ends_says_where():
     given = ("torch", "megatron:hysteresis=3", "apex:min_scale=65536", "fairseq:min_scale=65536")
     code, output = run(*(word for name in given for word in ("-p", name)), "COC")
