@@ -90,33 +90,22 @@ def test_a_machine_without_a_device_is_told_where_to_look(
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "is_cudas"),
     [
-        error_of(RUNTIME, "cudaErrorIllegalAddress: an illegal access", 700),
+        (error_of(RUNTIME, "cudaErrorIllegalAddress: an illegal access", 700), True),
         # Its numbers mean other things.
-        error_of("cupy_backends.cuda.libs.nvrtc.NVRTCError", "NVRTC_ERROR_INVALID_INPUT", OLD_DRIVER),
-        error_of("cupy.cuda.compiler.CompileException", "unscale.cu(7): error: no\n  such\n", base=Exception),
+        (error_of("cupy_backends.cuda.libs.nvrtc.NVRTCError", "NVRTC_ERROR_INVALID_INPUT", OLD_DRIVER), True),
+        (error_of("cupy.cuda.compiler.CompileException", "unscale.cu(7): error: no\n  such\n", base=Exception), True),
+        (error_of("cupy.cuda.memory.OutOfMemoryError", base=MemoryError), False),
+        (CallOrderError("order"), False),
+        (KeyboardInterrupt(), False),
     ],
-    ids=["kernel", "another library's number", "compiler"],
+    ids=["kernel", "another library's number", "compiler", "memory", "gradscale", "interrupt"],
 )
-def test_other_errors_of_cuda_keep_their_text(availability, error: Exception):
-    with pytest.raises(BackendError) as raised, availability.explained("gradients were unscaled"):
+def test_other_errors_keep_their_text_and_those_of_others_stay_what_they_are(
+    availability, error: BaseException, is_cudas: bool
+):
+    with pytest.raises(BackendError if is_cudas else type(error)) as raised, availability.explained("x was unscaled"):
         raise error
-    assert str(raised.value) == f"CUDA failed while gradients were unscaled: {error}"
-    assert raised.value.__cause__ is error
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        error_of("cupy.cuda.memory.OutOfMemoryError", base=MemoryError),
-        ValueError("shapes"),
-        CallOrderError("order"),
-        KeyboardInterrupt(),
-    ],
-    ids=["memory", "value", "gradscale", "interrupt"],
-)
-def test_errors_of_others_and_lack_of_memory_stay_what_they_are(availability, error: BaseException):
-    with pytest.raises(type(error)) as raised, availability.explained("gradients were unscaled"):
-        raise error
-    assert raised.value is error
+    assert raised.value is error or str(raised.value) == f"CUDA failed while x was unscaled: {error}"
+    assert (raised.value.__cause__ is error) is is_cudas

@@ -252,9 +252,13 @@ def test_a_device_that_has_failed_is_its_error_and_no_timeout(cupy, comm, nccl):
     collectives = nccl.collectives(comm, timeout=PATIENCE)
     collectives.start_max(vector(cupy, 1))()
     stall(cupy, 100)
-    pending = collectives.start_max(vector(cupy, 1))
-    with device_fails(700), pytest.raises(BackendError, match=nccl.fault):
-        pending()
+    x = vector(cupy, 1)
+    pending = collectives.start_max(x)
+    with device_fails(700):
+        with pytest.raises(BackendError, match=nccl.fault):
+            pending()
+        with pytest.raises(BackendError):
+            collectives.start_max(x)
     assert not nccl.is_cupys or comm.comm == 0
 
 
@@ -265,22 +269,6 @@ def test_what_is_no_communicator_is_an_error(nccl):
 
 
 # CuPy's.
-
-
-@of_cupy
-def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy, comm, nccl):
-    collectives = nccl.collectives(comm, timeout=0.05)
-    stall(cupy, 0)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        x = vector(cupy, 3, -4)
-        nccl.collectives(comm, timeout=PATIENCE).start_max(x)()
-        stall(cupy, 1000)
-        with pytest.raises(CollectiveTimeoutError):
-            collectives.start_max(x)()
-    with pytest.raises(BackendError, match="was aborted"):
-        collectives.start_max(x)
-    stream.synchronize()
 
 
 @of_cupy
@@ -330,30 +318,6 @@ def test_errors_of_cuda_are_said_where_a_collective_is_begun_and_read(
     monkeypatch.setattr(cupy, "array", fail)
     with pytest.raises(BackendError, match="while an agreement over NCCL was begun: cudaErrorIllegalAddress"):
         collectives.start_max(x)
-
-
-@of_cupy
-def test_a_step_over_two_groups_waits_for_each_once(cupy, comm, nccl, monkeypatch: pytest.MonkeyPatch):
-    asked: list[int] = []
-
-    def query(event: int) -> int:
-        asked.append(event)
-        return cupy.cuda.runtime.eventQuery(event)
-
-    runtime = SimpleNamespace(eventQuery=query, CUDARuntimeError=cupy.cuda.runtime.CUDARuntimeError)
-    monkeypatch.setattr(nccl.adapter, "runtime", runtime)
-    groups = [nccl.collectives(one, timeout=PATIENCE) for one in (comm, nccl.make(1, nccl.name(), 0))]
-    scaler, optimizer = ShardedGradScaler(group=groups), Tree([cupy.ones(1, dtype=np.float32)])
-    for _ in range(2):
-        # The first step compares the ranks' versions, too.
-        scaler.scale(cupy.ones((), dtype=np.float32))
-        asked.clear()
-        scaler.unscale_(optimizer)
-        is_waiting = bool(asked)
-        asked.clear()
-        scaler.step(optimizer)
-        scaler.update()
-    assert (is_waiting, optimizer.steps, len(set(asked))) == (False, 2, 2)
 
 
 @of_cupy

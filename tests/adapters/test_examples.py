@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from axes import require
 from commands import ran
-from programs import TORCHRUN, changed, interrupted, lines
+from programs import TORCHRUN, changed, lines
 from worlds import mlx_command, mpi_command, mpi_environment
 
 pytestmark = pytest.mark.tier("all")
@@ -351,19 +351,6 @@ def test_a_run_that_goes_wrong_ends_on_all_ranks_says_why_and_is_not_verified(
         assert said.format(size=size) in verdict
 
 
-def test_several_seeds_make_one_table_of_means_and_ranges(tmp_path: Path):
-    alone = [printed(launch(DIGITS, tmp_path, 1, f"--steps 3 --seed {seed}")) for seed in (1, 2)]
-    text = printed(launch(DIGITS, tmp_path, 1, "--steps 3 --seed 1 --seeds 2"))
-    assert [line for line in text if line.startswith("seed")] == ["seed 1:", "seed 2:"]
-    name = "fp16, no scaling"
-    losses = sorted(float(line.split()[4]) for lines in alone for line in lines if line.startswith(name))
-    (row,) = (line for line in text if line.startswith(name))
-    mean, low, high = map(float, re.findall(r"(\d\.\d{5}) \((\d\.\d{5}) to (\d\.\d{5})\)", row)[0])
-    assert [low, high] == losses
-    assert low <= mean <= high
-    assert mean == pytest.approx(sum(losses) / 2, abs=1e-5)
-
-
 NO_FOLDER = "there is no folder missing"
 REFUSED = [
     case(program, size, arguments.replace("/", "."), arguments, message)
@@ -391,38 +378,6 @@ def test_bad_options_are_refused_once(tmp_path: Path, program: Program, size: in
     assert completed.stderr.count(message) == 1, completed.stderr
     assert is_torchrun or "Traceback" not in completed.stderr
     assert completed.stdout == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("program", "size"),
-    [case(program, 1, "help") for program in (DIGITS, FSDP, RL, SPIKES, JAX, LIGHTNING, MLX, *RECIPES)],
-)
-def test_help_shows_how_to_run_it(tmp_path: Path, program: Program, size: int):
-    text = printed(launch(program, tmp_path, size, "--help"))
-    shown = re.findall(r"^    (?:python|torchrun|mpiexec) .*$", (EXAMPLES / program.name).read_text(), re.MULTILINE)
-    assert shown
-    assert set(shown) <= set(text)
-
-
-@pytest.mark.parametrize(
-    ("program", "size", "arguments", "begun", "status"),
-    [
-        # torchrun ends with 1, and with a traceback of its own, when it is interrupted.
-        case(FSDP, 2, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 1),
-        case(JAX, 1, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 130),
-        case(LIGHTNING, 1, "steps", "--epochs 1000", rb"overflow", 130),
-    ],
-)
-def test_an_interrupted_run_ends_promptly(
-    tmp_path: Path, program: Program, size: int, arguments: str, begun: bytes, status: int
-):
-    need(program, size)
-    command = program.command(size, EXAMPLES / program.name, *arguments.split())
-    ended, errors = interrupted(command, ENVIRONMENT, tmp_path, begun)
-    assert ended == status
-    assert errors.count("interrupted\n") == 1, errors
-    assert "KeyboardInterrupt" not in errors
     assert list(tmp_path.iterdir()) == []
 
 

@@ -152,9 +152,3 @@ def test_a_state_that_is_closed_over_serves(policy, is_spread: bool):
     mapped = jax.jit(jax.shard_map(step, mesh=mesh("data"), in_specs=P("data"), out_specs=P()))
     assert int(mapped(jnp.ones(COUNT))) == 0
     assert int(mapped(jnp.ones(COUNT).at[2].set(math.nan))) == 1
-
-
-def test_a_verdict_of_no_axis_goes_on_to_a_mesh():
-    """Eager agreement must not tie arrays to the first device."""
-    verdict = gradscale_jax.agree(jnp.zeros((), dtype="int32"), POLICY.init(jnp.zeros(())), POLICY)
-    assert not any(field.committed for field in jax.tree.leaves(verdict))

@@ -93,15 +93,6 @@ def test_a_compiled_step_reads_nothing_and_is_compiled_once(donated: bool):
     assert not reaches_the_host(step)
 
 
-def test_windows_of_a_rule_are_donated_as_states_are():
-    rule = gradscale.SkipSpikes(window=4)
-    learn = jax.jit(lambda state, value: rule.learn(state, value, skipped=False), donate_argnums=0)
-    state = rule.init(jnp.zeros(()))
-    for count in (1, 2, 3):
-        state = learn(state, jnp.float32(1.0))
-        assert (int(state.count), int(state.skipped)) == (count, 0)
-
-
 def test_counts_of_steps_and_lanes_are_in_the_order_of_the_verdicts():
     differentiate = gradscale_jax.value_and_grad(lambda w, x: w * x, POLICY, give_up_after=100)
     lanes = jax.vmap(lambda _: differentiate.init(jnp.zeros(())))(jnp.zeros(3))
@@ -114,16 +105,6 @@ def test_counts_of_steps_and_lanes_are_in_the_order_of_the_verdicts():
     data = jnp.asarray([[jnp.inf, 1.0, 1.0]] * 2)
     counts = jax.lax.scan(train, lanes, data)[1].counts()
     assert counts == {"taken": [[0, 1, 1], [0, 2, 2]], "overflow": [[1, 0, 0], [2, 0, 0]], "spike": [[0] * 3] * 2}
-
-
-def test_unscaling_outside_jit_is_compiled_once_for_each_set_of_shapes():
-    grads = [jnp.ones((3,)), jnp.ones((5, 7))]
-    states = [DynamicScale(init_scale=scale).init(jnp.zeros(())) for scale in (2.0, 4.0, 3.0)]
-    gradscale.unscale(grads, states[0])
-    with counted() as found:
-        for state in states:
-            gradscale.unscale(grads, state)
-    assert found["compilations"] == 0
 
 
 # A scale of 1, which the policy keeps.

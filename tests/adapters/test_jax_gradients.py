@@ -22,15 +22,6 @@ def first(policy=POLICY):
     return policy.init(jnp.zeros(()))
 
 
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("parameters", [{}, None, {"a": None}], ids=repr)
-def test_parameters_without_leaves_are_clean(parameters):
-    policy = DynamicScale(growth_interval=1)
-    scaled = jax.jit(gradscale_jax.value_and_grad(lambda _: jnp.float32(2.0), policy))(first(policy), parameters)
-    assert scaled.grads == parameters
-    assert (float(scaled.value), int(scaled.verdict.nonfinite), float(scaled.state.scale)) == (2.0, 0, 2.0**17)
-
-
 def differentiated(fun, *given, **options):
     return gradscale_jax.value_and_grad(fun, POLICY, **options)(first(), *(given or [jnp.ones(2)]))
 

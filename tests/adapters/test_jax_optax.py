@@ -289,13 +289,6 @@ def test_values_are_found_and_set_by_name_as_without_scaling(rule):
         tree.tree_set(state, growth_tracker=jnp.int32(7))
 
 
-def test_the_parameters_in_the_state_can_be_told_from_the_rest():
-    state = scaled().init({"weight": jnp.ones(2)})
-    marked = optax.tree_map_params(scaled(), lambda _: "sharded", state, transform_non_params=lambda _: "replicated")
-    assert marked.inner_state[0].mu == {"weight": "sharded"}
-    assert set(marked.scale_state) == set(marked.verdict[:-1]) == {marked.skipped} == {"replicated"}
-
-
 @pytest.mark.tier("ranks")
 @some_rules
 def test_a_state_keeps_and_shows_what_stands_in_place_of_arrays(rule):
@@ -304,11 +297,8 @@ def test_a_state_keeps_and_shows_what_stands_in_place_of_arrays(rule):
         for names in (*((name,) for name in ATTRIBUTES), ATTRIBUTES):
             changed = state._replace(**dict.fromkeys(names, other))
             assert [getattr(changed, name) for name in names] == [other] * len(names)
-            assert all(f"{name}={other!r}" in repr(changed) for name in names)
             back = changed._replace(**{name: getattr(state, name) for name in names})
-            assert [*map(str, (getattr(back, name) for name in ATTRIBUTES))] == [
-                str(getattr(state, name)) for name in ATTRIBUTES
-            ]
+            assert repr(back) == repr(state)
         everywhere = jax.tree.map(lambda _, other=other: other, state, is_leaf=lambda node: node is not state)
         assert repr(everywhere) == f"ScaledOptimizerState({', '.join(f'{name}={other!r}' for name in ATTRIBUTES)})"
     with pytest.raises(ValueError, match="unexpected field names"):

@@ -58,31 +58,7 @@ def test_otherwise_new_plain_arrays_come_back(backend: NumpyBackend, dtype: np.d
     same(grads[0], [8.0, -16.0], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_arrays_to_write_to_may_be_of_another_dtype_and_layout(backend: NumpyBackend, dtype: np.dtype[Any]):
-    grads = [np.array([8.0, -16.0], dtype), np.array([[24.0], [8.0]], dtype), np.array(32.0, dtype)]
-    wide = np.full((2, 4), 7.0, np.float32)
-    out: list[Any] = [wide[0, ::2], wide[:, 1:2], np.float64(0.0)]
-    got, count = backend.unscale(grads, state_of(), out=out)
-    assert got[0] is out[0]
-    assert got[1] is out[1]
-    assert wide.tolist() == [[1.0, 3.0, -2.0, 7.0], [7.0, 1.0, 7.0, 7.0]]
-    # A scalar cannot be written.
-    same(got[2], 4.0, np.float64)
-    assert int(count) == 0
-    same(grads[0], [8.0, -16.0], dtype)
-
-
 # Layouts and kinds of arrays.
-
-
-def test_what_lies_between_the_elements_of_a_view_is_left_alone(backend: NumpyBackend):
-    whole = np.full((6, 6), 8.0, np.float32)
-    whole[1::2] = np.nan
-    expected = whole.copy()
-    expected[::2, ::3] = 1.0
-    assert int(overwrite(backend, [whole[::2, ::3]])[1]) == 0
-    np.testing.assert_array_equal(whole, expected)
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.longdouble, np.complex64, ml_dtypes.bfloat16])

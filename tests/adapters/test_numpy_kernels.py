@@ -143,21 +143,6 @@ def test_a_scale_of_1_multiplies_nothing_and_leaves_every_bit(
 
 
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize("size", [0, 1, 10, 2**13, 2**18 - 1, 2**18, 2**18 + 1, 2**19 + 2**13 + 3], ids=str)
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE], ids=str)
-def test_real_block_sizes(module: ModuleType, dtype: np.dtype[Any], size: int):
-    """Sizes around the real blocks give the oracle's answer with a bad first, last or no element."""
-    for bad in (None, 0, size - 1):
-        if size or bad is None:
-            array = np.full(size, 3, dtype)
-            if bad is not None:
-                array[bad] = -np.inf
-            check_all(module, [array], [np.empty(size, dtype)], 1 / 3)
-            check_all(module, [array], [np.empty(size, SINGLE)], 1 / 3)
-            check_all(module, [array], [array], 1 / 3)
-
-
-@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("inverse", INVERSES, ids=str)
 @pytest.mark.parametrize(("dtype", "other"), [(HALF, BFLOAT), (BFLOAT, HALF)], ids=lambda dtype: dtype.name)
 def test_every_half(module: ModuleType, dtype: np.dtype[Any], other: np.dtype[Any], inverse: float):

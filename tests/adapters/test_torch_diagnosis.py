@@ -86,18 +86,6 @@ def test_an_optimizer_that_asks_the_scaler_leaves_what_it_skips_scaled(options: 
             assert report.overflow.entries[0].largest == 4.0
 
 
-def test_a_diagnosis_of_a_group_before_the_first_gradients_hides_nothing_from_the_first_step():
-    def train(collectives):
-        run = Small(GradScaler("cpu", init_scale=4.0, group=collectives), count=2, size=1)
-        assert all(entry.missing for entry in run.scaler.diagnose(run.optimizer, gather=True).entries)
-        # One tensor is the gradient of two parameters, and is to be unscaled once.
-        run.put(torch.full((1,), 8.0))
-        run.step()
-        return run.held
-
-    assert run_ranks(1, train) == [[[-2.0], [-2.0]]]
-
-
 def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_first_step():
     run = named(ShardedGradScaler("cpu"))
     run.parameter.grad = torch.tensor([1.0, 3.0, 2.0])

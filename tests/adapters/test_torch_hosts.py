@@ -466,19 +466,6 @@ def by_hand(calls: str, scale: float = 1024.0, count: int = 6, **settings):
     return module, fit(plugin(scaler=GradScaler("cpu", init_scale=scale)), module, count)[0]
 
 
-@pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
-@pytest.mark.parametrize(
-    # The first has no gradients to clip yet.
-    "calls",
-    ["clip backward step", "backward clip | step", "backward clip every-second-step"],
-)
-def test_the_scale_changes_nothing_of_what_is_clipped_by_hand(calls: str):
-    (scaled, _), (plain, _) = (by_hand(calls, scale) for scale in (1024.0, 1.0))
-    for one, other in zip(scaled.parameters(), plain.parameters(), strict=True):
-        # A step moves the weights by 0.01, and float16 rounds.
-        torch.testing.assert_close(one, other, rtol=0.0, atol=3e-4)
-
-
 @pytest.mark.parametrize(
     ("calls", "clip", "reason", "scale"),
     [
@@ -670,27 +657,6 @@ def test_fabric_holds_a_schedule_and_saves_the_scaler(wraps: bool, tmp_path: Pat
     second = train(range(5, MANY), resume=True)
     assert first[0] + second[0] == rates_of(TAKEN)
     assert second[1:] == through[1:]
-
-
-@pytest.mark.parametrize("wraps", [False, True], ids=["raw-optimizer", "fabrics-optimizer"])
-def test_fabric_takes_an_optimizer_that_holds_another_for_what_it_is(wraps: bool):
-    class Lookahead(torch.optim.Optimizer):  # type: ignore[misc]
-        def __init__(self, optimizer):
-            super().__init__(optimizer.param_groups, {})
-            self.optimizer = optimizer
-
-        def step(self, closure=None):
-            return self.optimizer.step(closure)
-
-    precision, raw = plugin("FabricMixedPrecision"), network()
-    fabric = fabric_with(precision)
-    plain = Lookahead(torch.optim.SGD(raw.parameters(), lr=0.1))
-    schedule = decaying(plain.optimizer)
-    model, optimizer = fabric.setup(raw, plain)
-    fabric.backward(loss_of(model, batches(1)[0]))
-    optimizer.step()
-    precision.step_schedule(optimizer if wraps else plain, schedule)
-    assert schedule.last_epoch == 1
 
 
 def test_fabric_without_a_scaler_steps_a_schedule_always():
