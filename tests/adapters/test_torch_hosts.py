@@ -659,6 +659,27 @@ def test_fabric_holds_a_schedule_and_saves_the_scaler(wraps: bool, tmp_path: Pat
     assert second[1:] == through[1:]
 
 
+@pytest.mark.parametrize("wraps", [False, True], ids=["raw-optimizer", "fabrics-optimizer"])
+def test_fabric_takes_an_optimizer_that_holds_another_for_what_it_is(wraps: bool):
+    class Lookahead(torch.optim.Optimizer):  # type: ignore[misc]
+        def __init__(self, optimizer):
+            super().__init__(optimizer.param_groups, {})
+            self.optimizer = optimizer
+
+        def step(self, closure=None):
+            return self.optimizer.step(closure)
+
+    precision, raw = plugin("FabricMixedPrecision"), network()
+    fabric = fabric_with(precision)
+    plain = Lookahead(torch.optim.SGD(raw.parameters(), lr=0.1))
+    schedule = decaying(plain.optimizer)
+    model, optimizer = fabric.setup(raw, plain)
+    fabric.backward(loss_of(model, batches(1)[0]))
+    optimizer.step()
+    precision.step_schedule(optimizer if wraps else plain, schedule)
+    assert schedule.last_epoch == 1
+
+
 def test_fabric_without_a_scaler_steps_a_schedule_always():
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
     schedule = decaying(optimizer)
