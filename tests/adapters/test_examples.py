@@ -357,11 +357,8 @@ REFUSED = [
     for program, size, arguments, message in [
         (DIGITS, 2, "--inject=5:2", "a step from 1 to 600 and a rank from 0 to 1, got 5:2"),
         (DIGITS, 1, "--inject 5", "must be STEP:RANK, such as 120:2, got '5'"),
-        (DIGITS, 1, "--steps 0", "--steps must be at least 1 and --seed at least 0, got 0 and 0"),
-        (DIGITS, 1, "--seeds 0", "--seeds must be at least 1, got 0"),
         (DIGITS, 2, "--output missing/plot.png", NO_FOLDER),
         (FSDP, 2, "--inject=5:2", "a step from 1 to 200 and a rank from 0 to 1, got 5:2"),
-        (FSDP, 1, "--fsdp1 --ddp", "argument --ddp: not allowed with argument --fsdp1"),
         (RL, 1, "--plot plot.txt", "must end in .png, .svg, .pdf, got plot.txt"),
         (JAX, 1, "--devices 3", "must be one of [1, 2, 4, 8, 16], got 3"),
         (LIGHTNING, 1, "--inject 241", "argument --inject: must be a step from 1 to 240, got 241"),

@@ -88,31 +88,6 @@ def test_a_fused_iteration_scaling_unscaling_and_clipping_never_wait() -> None:
     assert norm.item() == pytest.approx(10**0.5 / 65536)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("SGD", {}), ("SGD-fused", {"momentum": 0.5}), ("AdamW-fused", {})],
-    ids=["SGD", "fused-SGD", "fused-AdamW"],
-)
-@pytest.mark.parametrize("max_norm", [None, 1.5], ids=["unclipped", "clipped"])
-def test_gradients_of_the_host_wait_for_a_scale_behind_a_stalled_stream(
-    name: str, options: dict[str, Any], max_norm: float | None
-) -> None:
-    # As with FSDP2's CPU offload.
-    seen = []
-    for home in ("cpu", "cuda"):
-        run = run_on("cpu", GradScaler(home, init_scale=8.0, growth_interval=2), name, home, **options)
-        states: list[Any] = []
-        for gradient in (1.0, math.inf, -2.0, 0.5, math.nan, 3.0):
-            run.give(gradient)
-            # Not in the first two iterations, which load the kernels.
-            if home == "cuda" and len(states) > 1:
-                stall()
-            run.step(**({} if max_norm is None else {"max_norm": max_norm}))
-            states.append((run.held, run.report.skipped, run.report.scale, run.scaler.get_scale()))
-        seen.append(states)
-    assert seen[0] == seen[1]
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.75, 1024.0])
 @pytest.mark.parametrize("max_norm", [None, 1.5], ids=["unclipped", "clipped"])
 def test_bfloat16_is_unscaled_and_clipped_to_the_cpus_bits(scale: float, max_norm: float | None) -> None:

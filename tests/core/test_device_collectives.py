@@ -107,15 +107,6 @@ def test_a_result_is_waited_for_once_and_is_the_same_each_time():
     assert result.tolist() == [2, 3]
 
 
-def test_it_says_who_it_is_and_what_a_rank_without_arrays_takes_part_with():
-    comm = Courier()
-    collectives = over(comm)
-    assert repr(collectives) == f"DeviceCollectives({comm!r}, rank=0, size=2)"
-    assert (collectives.rank, collectives.size, collectives.identity) == (0, 2, comm)
-    assert collectives.example is not None
-    assert collectives.example().dtype == np.float32
-
-
 def test_what_cannot_be_reduced_is_an_error_before_it_is_sent():
     comm = Courier()
     collectives = over(comm)

@@ -12,11 +12,7 @@ from scenarios import grid_of_threads
 
 import gradscale
 from gradscale import BackendError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler, presets
-from gradscale.core.gradients import Found
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import Call, Claim
-from gradscale.scaler.state import LiveState
-from gradscale.scaler.verdict import Pending
 from gradscale.testing import run_ranks
 
 pytestmark = pytest.mark.numpy
@@ -176,23 +172,6 @@ def test_ranks_of_a_grid_of_groups_are_numbered_row_by_row():
             assert Agreement(list(map(Axis, places, sizes))).rank() == number  # type: ignore[arg-type]
     assert Agreement([Axis(1, 2)], own_rank=lambda: 7).rank() == 7  # type: ignore[list-item]
     assert Agreement([Axis(1, 2)], own_rank=lambda: None).rank() == 1  # type: ignore[list-item]
-
-
-@pytest.mark.numpy
-def test_a_verdict_of_before_a_loaded_state_ends_no_later_iteration():
-    def rank(group):
-        agreement, live = Agreement([group]), LiveState(DynamicScale(init_scale=4.0 * (1 + group.rank)))
-        state = live.current(np.float32(1.0))
-        old = Pending(live, agreement, Found(0), state, agreement.groups, Claim(Call.STEP), 1)
-        for _ in range(2):
-            with pytest.raises(gradscale.ScaleDesyncError):
-                old.read()
-            agreement.recover()
-        with pytest.raises(gradscale.ScaleDesyncError):
-            old.read()
-        return agreement.failure
-
-    assert run_ranks(2, rank) == [None, None]
 
 
 class Wrapped:

@@ -14,7 +14,6 @@ from optimizers import Tree, iterate
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ScaleState, StaticScale
 from gradscale.core.protocols import Numbers
 from gradscale.policies.dynamic import next_numbers
-from gradscale.scaler.state import LiveState
 from gradscale.tools.simulation import Gradients, recorded, simulate
 
 pytestmark = pytest.mark.numpy
@@ -50,18 +49,6 @@ def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays():
     with opened("numpy") as library:
         skipped = [iterate(library, scaler, optimizer, [value]).skipped for value in (8.0, np.inf, 8.0)]
     assert (scaler.get_scale(), skipped) == (4.0, [False, True, False])
-
-
-def test_a_scale_is_known_again_by_the_first_verdict_after_it_was_replaced():
-    live = LiveState(DynamicScale())
-    state = live.current(np.zeros((), np.float32))
-    before = live.updates
-    live.take(state._replace(scale=np.full((), 8.0, np.float32)))
-    live.note_scale(2.0**16, before)
-    assert live.floor(live.state) == 0.0
-    # Begun before any update has adapted it.
-    live.note_scale(8.0, live.updates)
-    assert live.floor(live.state) == 8.0
 
 
 # Simulations.

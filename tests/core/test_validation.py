@@ -1,7 +1,6 @@
 """Every argument is shown by its constructor, and refused with its name and value out of range or of a wrong type."""
 
 import dataclasses
-import inspect
 import math
 from fractions import Fraction
 from typing import Any
@@ -177,48 +176,6 @@ def test_the_largest_with_finite_product_is_the_largest(factor: float):
         assert np.isfinite(np.float32(np.float64(largest) * factor))
         above = np.nextafter(largest, np.float32(np.inf))
         assert not np.isfinite(above) or not np.isfinite(np.float32(np.float64(above) * factor))
-
-
-# The options of a scaler: in the signature and the docstring of each constructor, alike.
-
-COMMON = {"policy": None, "on_skip": None, "on_update": None, "diagnose": None, "history_size": 1024}
-OURS = COMMON | {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-OURS |= {"enabled": True, "backend": None}
-
-
-def assert_shown(constructor, options: dict[str, Any]):
-    shown = inspect.signature(constructor).parameters
-    named = {name: each.default for name, each in shown.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert {name: named[name] for name in options} == options
-    assert not any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in shown.values())
-    documented = constructor.__doc__.partition("Parameters\n")[2].partition("\n\n")[0]
-    assert all(name in documented for name in shown)
-
-
-def test_every_constructor_shows_every_option():
-    for constructor in (GradScaler, ShardedGradScaler):
-        assert_shown(constructor, OURS)
-
-
-@pytest.mark.torch
-def test_torchs_replacements_show_those_that_they_share():
-    import gradscale_torch
-
-    for constructor in (gradscale_torch.GradScaler, gradscale_torch.ShardedGradScaler):
-        assert_shown(constructor, COMMON)
-
-
-class Untold:
-    """Take an option that is not documented."""
-
-    def __init__(self, *, policy=None):
-        """Take it."""
-
-
-def test_a_constructor_that_hides_an_option_or_does_not_document_it_is_found():
-    for kind, options in ((Untold, {"policy": None}), (GradScaler, {"hidden": None})):
-        with pytest.raises((AssertionError, KeyError)):
-            assert_shown(kind, options)
 
 
 def test_a_name_that_is_no_option_is_an_error():
