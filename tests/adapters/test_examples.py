@@ -204,7 +204,7 @@ ON_DEVICES = [
 ]
 RUNS = [
     digits(1, 0),
-    digits(2, 0, tier="quick"),
+    digits(2, 0, tier="ranks"),
     digits(2, 1),
     digits(3, 2),
     *(fsdp(method, 2, rank) for method, rank in (("FSDP2", 0), ("FSDP2", 1), ("FSDP1", 1), ("DDP", 1))),

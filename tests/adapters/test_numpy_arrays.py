@@ -12,6 +12,7 @@ from axes import require
 from commands import python
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
+from tiers import later
 
 from gradscale import DynamicScale, InvalidValueError, ScaleState
 from gradscale_numpy import NumpyBackend
@@ -212,7 +213,7 @@ def test_a_loss_of_another_class_is_multiplied_as_it_says(backend: NumpyBackend,
     assert (type(scaled), scaled.dtype, scaled.tolist()) == (np.ndarray, np.float32, np.full(shape, 8000.0).tolist())
 
 
-@pytest.mark.parametrize("state", ["full", "emptied"])
+@pytest.mark.parametrize("state", ["full", *later("ranks", "emptied")])
 def test_machine_code_that_cannot_be_kept_or_read_is_compiled_anew(state: str, tmp_path):
     require("fast")
     code = """

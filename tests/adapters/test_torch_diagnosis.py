@@ -38,7 +38,7 @@ def test_random_diagnoses_are_the_models_when_verdicts_are_read(monkeypatch: pyt
     # Late is a verdict that the host reads when it is asked for it, as those of a device are.
     monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: late)
     with opened("torch") as arrays:
-        for seed in range(examples(500)):
+        for seed in range(examples(200)):
             diagnoses.check([diagnoses.diagnosed(None, seed, arrays)])
 
 

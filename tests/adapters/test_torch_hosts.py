@@ -452,6 +452,19 @@ def by_hand(calls: str, scale: float = 1024.0, count: int = 6, **settings):
     return module, fit(plugin(scaler=GradScaler("cpu", init_scale=scale)), module, count)[0]
 
 
+@pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
+@pytest.mark.parametrize(
+    # The first has no gradients to clip yet.
+    "calls",
+    ["clip backward step", "backward clip | step", "backward clip every-second-step"],
+)
+def test_the_scale_changes_nothing_of_what_is_clipped_by_hand(calls: str):
+    (scaled, _), (plain, _) = (by_hand(calls, scale) for scale in (1024.0, 1.0))
+    for one, other in zip(scaled.parameters(), plain.parameters(), strict=True):
+        # A step moves the weights by 0.01, and float16 rounds.
+        torch.testing.assert_close(one, other, rtol=0.0, atol=3e-4)
+
+
 @pytest.mark.parametrize(
     ("calls", "clip", "reason", "scale"),
     [

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import gradscale
-from benchmarks.measure import NotOnThisMachineError, Row, compared, interleaved
+from benchmarks.measure import NotOnThisMachineError, Row, compared
 from gradscale.errors import BackendNotAvailableError
 
 Array = Any
@@ -34,7 +34,6 @@ extern "C" __global__ void stall(long long nanoseconds) {
 """
 # Seconds.
 _SHORTEST_STALL, _LONGEST_STALL = 0.01, 2.0
-_LONGEST_PLAN = 5e-3
 
 
 def _cupy():
@@ -163,18 +162,4 @@ def against_torch(quick: bool) -> list[Row]:
     return rows
 
 
-def tables(quick: bool) -> list[Row]:
-    """Time what the tables of many gradients take the host before the launch, against a limit."""
-    from gradscale_cupy.arrays import prepare
-
-    cupy = _cupy()
-    sizes = _QUICK if quick else _FULL
-    grads = _filled(cupy, *sizes.small)
-    wait = cupy.cuda.get_current_stream().synchronize
-    calls = {"ours": (lambda: prepare(grads, grads, is_captured=False), wait)}
-    seconds = interleaved(calls, sizes.rounds)["ours"]
-    case = f"CuPy tables, {_described(cupy, *sizes.small)}, host / 5 ms"
-    return [Row(case, seconds, _LONGEST_PLAN, "s", 1.0)]
-
-
-CASES = {"cupy-copy": copies, "cupy-torch": against_torch, "cupy-plan": tables}
+CASES = {"cupy-copy": copies, "cupy-torch": against_torch}

@@ -1,4 +1,4 @@
-"""Scaling under jax.jit against flax's and jmp's own code: unscale, and the verdict.
+"""Scaling under jax.jit against flax's and jmp's own code.
 
 XLA has its own threads, the same ones for every call here. Where a call returns new arrays, the time that the system
 takes to hand out their pages is most of it, and is everyone's: the rows against a bare multiplication show how much.
@@ -103,27 +103,4 @@ def unscaling(quick: bool) -> list[Row]:
     return [Row(case.format(line), times[mine], times[other], "s", target) for line, mine, other, target in _LINES]
 
 
-def verdict(quick: bool) -> list[Row]:
-    """Judge gradients under jit, and do nothing else."""
-    import jax
-    import jax.numpy as jnp
-
-    from gradscale_jax.arrays import count_nonfinite
-
-    gradients, size = _gradients(quick)
-
-    def flax(gradients: list[Any]):
-        # As in its value_and_grad, where nothing can be had alone.
-        finite = jnp.array(True)
-        for gradient in gradients:
-            finite &= jnp.all(jax.lax.is_finite(gradient))
-        return finite
-
-    functions = {"ours": count_nonfinite, "jmp": importlib.import_module("jmp").all_finite, "flax": flax}
-    calls = {name: _compiled(function, gradients) for name, function in functions.items()}
-    times = interleaved(calls, 21 if quick else 61)
-    case = f"jax verdict alone, {size} / {{}}'s all(isfinite)"
-    return [Row(case.format(peer), times["ours"], times[peer], "s", 0.4) for peer in ("flax", "jmp")]
-
-
-CASES = {"jax unscaling": unscaling, "jax verdict": verdict}
+CASES = {"jax unscaling": unscaling}
