@@ -232,17 +232,6 @@ def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched(enab
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
 
 
-def test_a_half_gradient_with_duplicates_that_two_parameters_share_is_divided_once_for_both():
-    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=torch.float16)) for _ in range(2)]
-    scaler, optimizer = GradScaler("cpu", init_scale=8.0, allow_fp16_grads=True), torch.optim.SGD(parameters, lr=1.0)
-    scaler.scale(torch.ones(()))
-    shared = torch.sparse_coo_tensor([[1, 1]], torch.tensor([8.0, 16.0], dtype=torch.float16), (4,))
-    for parameter in parameters:
-        parameter.grad = shared
-    scaler.unscale_(optimizer)
-    assert [parameter.grad.to_dense().tolist() for parameter in parameters] == [[0.0, 3.0, 0.0, 0.0]] * 2
-
-
 # What torch refuses, or unscales wrongly.
 
 
@@ -348,19 +337,24 @@ def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_deci
 
 
 @explicit
-@pytest.mark.parametrize("shared", ["parameter", "gradient"])
+@pytest.mark.parametrize("shared", ["parameter", "gradient", "gradient with duplicates"])
 def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(shared: str, explicit: bool):
-    for run, expected in zip(pair(count=2), (1.0, 4.0), strict=True):
+    makers: Any = [(TorchScaler, 1.0), (functools.partial(GradScaler, allow_fp16_grads=True), 4.0)]
+    has_duplicates = shared.endswith("duplicates")
+    for make, expected in makers[has_duplicates:]:
+        run = Small(make("cpu", init_scale=4.0), count=2, dtypes=["float16" if has_duplicates else "float32"])
         # At first they share nothing.
-        run.put(*[torch.full((2,), 16.0) for _ in range(2)])
+        run.put(16.0)
         run.step(explicit=explicit)
-        run.put(*[torch.full((2,), 16.0)] * 2)
-        if shared == "gradient":
-            run.parameters[1].grad = run.parameter.grad
-        else:
+        given = torch.full((2,), 16.0)
+        if has_duplicates:
+            given = torch.sparse_coo_tensor([[0, 0, 1]], torch.tensor([7.5, 8.5, 16.0]).half(), (2,))
+        run.put(given, given)
+        if shared == "parameter":
             run.optimizer.param_groups[0]["params"][1] = run.parameter
         run.step(explicit=explicit)
-        assert run.parameter.grad.tolist() == [expected] * 2
+        stepped = run.optimizer.param_groups[0]["params"]
+        assert [one.grad.to_dense().tolist() for one in stepped] == [[expected] * 2] * 2
 
 
 @explicit

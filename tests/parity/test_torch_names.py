@@ -72,29 +72,17 @@ def test_enabled_takes_any_truth_value_and_device_whatever_names_one(pair: Pair)
         assert repr(device) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "expected"),
-    [
-        ((), {}, [WARNING]),
-        *((("cuda",), {}, [WARNING]), (("cuda",), {"enabled": False}, [])),
-        *((("cpu",), {}, []), (("cpu",), {"enabled": False}, []), (("xpu",), {}, [])),
-    ],
-    ids=str,
-)
-def test_cuda_without_cuda_warns_as_torch_does_and_is_disabled(
-    monkeypatch: pytest.MonkeyPatch,
-    pair: Pair,
-    arguments: tuple[str, ...],
-    options: dict[str, Any],
-    expected: list[str],
-):
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("device", [(), ("cuda",), ("cpu",), ("xpu",)], ids=str)
+def test_cuda_without_cuda_warns_as_torch_does_and_is_disabled(monkeypatch, pair: Pair, device: Any, enabled: bool):
+    warns = enabled and device in ((), ("cuda",))
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
     for make in pair:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            scaler = make(*arguments, **options)
-        assert [(each.category, str(each.message)) for each in caught] == [(UserWarning, text) for text in expected]
-        assert scaler.is_enabled() is (not expected and options == {})
+            scaler = make(*device, enabled=enabled)
+        assert [(each.category, str(each.message)) for each in caught] == [(UserWarning, WARNING)] * warns
+        assert scaler.is_enabled() is (enabled and not warns)
         # The caller's line, which torch's ShardedGradScaler does not reach, nor its GradScaler in torch 2.6.
         if make is pair[0]:
             assert {Path(each.filename) for each in caught} <= {Path(__file__)}

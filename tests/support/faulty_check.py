@@ -6,6 +6,8 @@ import signal
 import sys
 import time
 
+from scenarios import Around
+
 from gradscale.scaler import claim as claims
 from gradscale.tools.cli import app, check, check_rank
 
@@ -13,15 +15,11 @@ FOR_EVER = 1e6
 IS_RANK = "--rank"
 
 
-class Deaf:
+class Deaf(Around):
     """Collectives that answer that no gradient was bad, whatever the ranks have found."""
 
-    def __init__(self, inner):
-        self._inner = inner
-        self.rank, self.size = inner.rank, inner.size
-
     def start_max(self, x, /):
-        finish = self._inner.start_max(x)
+        finish = super().start_max(x)
 
         def answer():
             values = finish()

@@ -27,19 +27,12 @@ import pytest
 from scenarios import OF_A_SCALE, SGD, Alone, rank_and_size
 
 import gradscale
-from gradscale import (
-    DynamicScale,
-    InvalidTypeError,
-    InvalidValueError,
-    SkipSpikes,
-    StateDictError,
-    StaticScale,
-    StepReport,
-    UpdateReport,
-)
+from gradscale import DynamicScale, SkipSpikes, StaticScale, StepReport, UpdateReport
 from gradscale.core.backend import Backend
 from gradscale.policies.rules import GradualScale
 
+InvalidTypeError, InvalidValueError = gradscale.InvalidTypeError, gradscale.InvalidValueError
+StateDictError = gradscale.StateDictError
 OPTIMIZERS = 3
 VALUES = (1.0, 1.0, -2.0, 0.25)
 BAD = (math.inf, -math.inf, math.nan)
