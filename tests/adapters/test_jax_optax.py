@@ -242,29 +242,6 @@ def test_no_state_and_several_states_are_errors_that_name_the_number(read):
             read(wrong)
 
 
-@pytest.mark.tier("ranks")
-def test_the_variables_of_nnx_are_taken_off():
-    require("flax")
-    from flax import nnx
-
-    model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
-    model.kernel[...] = jnp.ones((1, 1))
-    optimizer = nnx.Optimizer(model, scaled(optax.sgd(0.5)), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, factor):
-        state = gradscale_jax.scale_state(optimizer.opt_state)
-        grads = nnx.grad(lambda model: gradscale_jax.scale(jnp.sum(model.kernel[...]) * factor, state))(model)
-        optimizer.update(model, grads)
-
-    for factor, weight, scale in ((1.0, 0.5, 1024.0), (np.inf, 0.5, 512.0), (0.5, 0.25, 512.0)):
-        step(model, optimizer, factor)
-        found = gradscale_jax.scale_state(optimizer.opt_state).scale
-        assert isinstance(found, jax.Array)
-        assert (model.kernel[...].item(), float(found)) == (weight, scale)
-        assert bool(gradscale_jax.verdict_of(optimizer.opt_state).finite) == np.isfinite(factor)
-
-
 ATTRIBUTES = ("scale_state", "inner_state", "verdict", "skipped", "windows")
 some_rules = pytest.mark.parametrize("rule", RULES[::2], ids=["overflows", "loss", "both"])
 

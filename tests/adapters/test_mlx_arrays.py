@@ -124,17 +124,6 @@ def test_a_scaler_in_a_function_that_mlx_transforms_says_what_to_call():
             transform(step)(mx.ones((2, 3)))
 
 
-def test_a_scale_that_was_compiled_in_is_warned_of_in_the_next_iteration():
-    scaler, descent = GradScaler(), Descent()
-    compiled = mx.compile(mx.grad(lambda w: scaler.scale((w * w).sum())))
-    descent.grads = compiled(descent.weights)
-    scaler.step(descent)
-    scaler.update()
-    descent.grads = compiled(descent.weights)
-    with pytest.warns(UserWarning, match=r"scale\(\) was not called in iteration 2"):
-        scaler.step(descent)
-
-
 def test_master_gradients_and_dtypes_that_are_none_are_told_apart():
     scaler, descent = GradScaler(init_scale=4.0), Descent()
     descent.master_dtype = mx.float32  # type: ignore[attr-defined]

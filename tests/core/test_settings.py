@@ -10,6 +10,13 @@ from optimizers import Tree, iterate
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StepGuard, StepReport
+from gradscale.scaler.reports import Reports
+
+
+def test_whoever_wants_reports_has_each_step_read_in_that_step():
+    for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}, {"give_up_after": 2}):
+        assert Reports(options).wants_each_step  # type: ignore[arg-type]
+    assert not Reports({}).wants_each_step
 
 
 @pytest.mark.parametrize("kind", [gradscale.ScaleUnderflowError, gradscale.TrainingStalledError, KeyboardInterrupt])
