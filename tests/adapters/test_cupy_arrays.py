@@ -321,23 +321,6 @@ def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
         assert bool(cupy.isnan(out[place]))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
-def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy, cupy_backend, dtype: str):
-    rng = np.random.default_rng(0)
-    sizes = [0, 1, 3, *rng.integers(0, 50_000, 300).tolist()]
-    whole = [cupy.asarray(rng.standard_normal(size), dtype=dtype) for size in sizes]
-    grads = [x[::2] if k % 3 == 0 else x for k, x in enumerate(whole)]
-    sums = set()
-    for _ in range(3):
-        out = [x.copy() for x in grads]
-        made, nonfinite, squares = cupy_backend.unscale_with_squares(grads, state_of(cupy), out=out)
-        sums.add(float(squares))
-        assert int(nonfinite) == 0
-    host = [cupy.asnumpy(x).astype(np.complex128) for x in made]
-    assert sums.pop() == pytest.approx(sum(float(np.sum(np.abs(x) ** 2)) for x in host), rel=1e-12)
-    assert not sums
-
-
 def test_a_thread_waits_for_tables_that_another_one_sends(cupy, cupy_backend):
     grads, one = [cupy.ones(1000, dtype=np.float32)], cupy.ones((), dtype=np.float32)
     cupy.cuda.Device().synchronize()

@@ -330,16 +330,6 @@ def test_ranks_of_a_grid_are_told_by_their_rank_in_each_group():
     assert [column in text for text in texts] == [True, False, True, False]
 
 
-def test_what_is_told_over_many_groups_is_cut():
-    texts = [f"scale: {row} on rank 0/{row} | 8.0 on rank 1/{row}" for row in range(100)]
-    told_of_all = claims.joined(["", texts[0], *texts, ""])
-    assert told_of_all.startswith("; ".join(texts[:40]))
-    assert " more over other groups" in told_of_all
-    assert len(textwrap.wrap(told_of_all, 120)) <= 16
-    assert claims.joined(["", "x" * 3000, ""]) == "x" * 3000
-    assert not claims.joined([""])
-
-
 def test_values_of_ranks_travel_in_messages_of_the_usual_form():
     """Of any number and length, and none is lost."""
 
