@@ -105,3 +105,14 @@ def test_a_closure_that_never_scales_and_one_that_is_not_called_are_errors(array
     scaler.scale(arrays.asarray(1.0))
     with pytest.raises(gradscale.CallOrderError, match=r"Deaf\.step\(\) did not call its closure"):
         scaler.step(Deaf([arrays.asarray([math.inf])]), lambda: 1.0)
+
+
+def test_a_closure_need_not_scale_where_nothing_is_divided(arrays: Library):
+    optimizer = Evaluating()
+    for scaler, value in ((GradScaler(policy=gradscale.StaticScale(1.0)), 3.0), (GradScaler(), 0.0)):
+        scaler.scale(arrays.asarray(1.0))
+        optimizer.grads = [arrays.asarray([value])]
+        scaler.step(optimizer, lambda: None)
+        scaler.update()
+        arrays.assert_array(optimizer.grads[0], [value])
+        assert not scaler.last_step(optimizer).skipped

@@ -65,6 +65,12 @@ def test_what_has_no_gradients_of_one_library_is_refused(strict: Library):
             GradScaler().diagnose(optimizer, state=optimizer is without_weights)  # type: ignore[arg-type]
 
 
+def test_a_limit_of_rows_that_is_no_whole_number_is_refused():
+    for wrong, error in ((-1, InvalidValueError), (1.5, InvalidTypeError)):
+        with pytest.raises(error, match="limit must be"):
+            GradScaler().diagnose(Tree([])).table(wrong)  # type: ignore[arg-type]
+
+
 def test_gradients_weights_and_state_are_read_at_once(arrays: Library):
     reads: list[Any] = []
 

@@ -1,14 +1,16 @@
 """What is read from the device: a state's bits and trackers, and believed only where a policy can have made it."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 from libraries import Library
-from optimizers import Tree, iterate
+from optimizers import Tree, iterate, iterate_plainly
 
-from gradscale import BackendError, GradScaler
+from gradscale import BackendError, GradScaler, ScaleState, StaticScale
 from gradscale.core.backend import Backend
-from gradscale.core.validation import bits_of_float32
+from gradscale.core.validation import LARGEST_INT32, bits_of_float32
 
 # What is read is believed only where a policy can have made it; else the library is named.
 
@@ -60,3 +62,15 @@ def test_a_read_that_no_policy_can_have_made_names_the_library(strict: Library, 
     if call == "state_dict":
         assert scaler.state_dict() == before
         iterate(strict, scaler, Tree())
+
+
+@pytest.mark.numpy
+def test_a_policy_that_does_not_say_may_use_all_of_int32():
+    @dataclasses.dataclass(frozen=True)
+    class Own(StaticScale):
+        def update(self, state: ScaleState, *, nonfinite) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+            return state._replace(growth_tracker=np.asarray(LARGEST_INT32, np.int32))
+
+    scaler = GradScaler(policy=Own())
+    iterate_plainly(scaler, Tree())
+    assert scaler.state_dict()["_growth_tracker"] == LARGEST_INT32

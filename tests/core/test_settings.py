@@ -51,6 +51,13 @@ def test_a_users_policy_may_tell_by_a_plain_bool_whether_an_overflow_is_raised(a
     assert scaler.get_scale() == 32768.0
 
 
+def test_a_new_scale_is_set_in_spite_of_an_overflow_at_the_minimum(strict: Library):
+    scaler = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise"))
+    scaler.step(Tree([scaler.scale(strict.asarray([math.inf]))]))
+    scaler.update(16.0)
+    assert scaler.get_scale() == 16.0
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_new_scale_may_be_an_array_of_one_element_of_each_library(arrays: Library, shape: tuple[int, ...]):
     scaler = GradScaler()
