@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -169,6 +171,11 @@ def test_devices_have_one_verdict_one_norm_and_one_factor_and_the_host_waits_for
         assert (optimizer.steps, scale) == ((0, 2.0) if place is not None else (1, 4.0))
 
 
+def test_what_is_scaled_stays_on_its_device(cupy):
+    scaled = ready(cupy).scale([array_on(cupy, number, 2.0) for number in (0, 1)])
+    assert [(x.device.id, x.get().tolist()) for x in scaled] == [(0, [8.0]), (1, [8.0])]
+
+
 def test_what_no_kernel_takes_takes_the_pure_core(cupy, cupy_backend):
     whole = cupy.ones((4, 6), dtype=np.float32)
     grads = [array_on(cupy, 0, 12.0, dtype=np.float64), array_on(cupy, 0, 16.0), whole[:, ::2]]
@@ -288,6 +295,13 @@ def test_errors_of_cuda_say_what_was_done_and_what_is_missing(cupy, cupy_backend
     monkeypatch.setattr(cupy, "zeros", find_none)
     with pytest.raises(BackendNotAvailableError, match="nvidia-smi -L"):
         cupy_backend.example()
+
+
+def test_the_adapter_can_be_copied_and_pickled(cupy, cupy_backend):
+    grads = [cupy.ones(3, dtype=np.float32)]
+    for made in (cupy_backend, copy.deepcopy(cupy_backend), pickle.loads(pickle.dumps(cupy_backend))):
+        made.unscale(grads, state_of(cupy), out=grads)
+    assert grads[0].get().tolist() == [0.25**3] * 3
 
 
 def test_threads_may_share_the_adapter(cupy, cupy_backend):
