@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 from axes import require
 from commands import ran
-from programs import TORCHRUN, changed, lines
 from worlds import mlx_command, mpi_command, mpi_environment
 
 pytestmark = pytest.mark.tier("all")
@@ -25,6 +24,26 @@ ENVIRONMENT = mpi_environment() | {
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))),
 }
+
+# What Python runs to start ranks of torch; their number follows.
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def changed(folder: Path, program: Path, *changes: tuple[str, str]) -> Path:
+    """Return a copy of a program with some of its text replaced."""
+    source = program.read_text()
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    copy = folder / "changed.py"
+    copy.write_text(source)
+    return copy
+
+
+def lines(completed: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return what was printed, without the progress bars."""
+    printed = re.split(r"[\r\n]+", completed.stdout)
+    return [line for line in printed if line.strip() and not re.search(r"it/s|s/it", line)]
 
 
 class Program(NamedTuple):
