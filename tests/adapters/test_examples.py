@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import re
+import signal
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import termios
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +51,54 @@ def lines(completed: subprocess.CompletedProcess[str]) -> list[str]:
     """Return what was printed, without the progress bars."""
     printed = re.split(r"[\r\n]+", completed.stdout)
     return [line for line in printed if line.strip() and not re.search(r"it/s|s/it", line)]
+
+
+def interrupted(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, begun: bytes = rb"\| [1-9]\d*/100000"
+) -> tuple[int, str]:
+    """Start a program, interrupt it once it has printed what ``begun`` matches, and return its status and errors.
+
+    It prints to a terminal, without which it has no progress bar that tells of its steps, which are 100,000.
+    """
+    terminal, end = pty.openpty()
+    # Without a size tqdm takes it for one with no room.
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        stdout=end,
+        stderr=subprocess.PIPE,
+        text=True,
+        # So that the signal goes, as from a terminal, to a launcher and its ranks, and not to this process.
+        start_new_session=True,
+    )
+    os.close(end)
+    printed = threading.Thread(target=_drain, args=(terminal, seen := bytearray()))
+    printed.start()
+    try:
+        while not re.search(begun, seen):
+            assert process.poll() is None, seen
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        printed.join(20)
+        os.close(terminal)
+    return process.returncode, errors
+
+
+def _drain(terminal: int, seen: bytearray):
+    """Read what is printed to a terminal, until nobody has it open any more."""
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:
+            return
+        seen += part
 
 
 class Program(NamedTuple):
@@ -398,6 +453,38 @@ def test_bad_options_are_refused_once(tmp_path: Path, program: Program, size: in
 
 
 LIKE_ONE_RUN = "verified: weights, optimizer and scaler state of the resumed run are bit-identical to those of one run"
+
+
+@pytest.mark.parametrize(
+    ("program", "size"),
+    [case(program, 1, "help") for program in (DIGITS, FSDP, RL, SPIKES, JAX, LIGHTNING, MLX, *RECIPES)],
+)
+def test_help_shows_how_to_run_it(tmp_path: Path, program: Program, size: int):
+    text = printed(launch(program, tmp_path, size, "--help"))
+    shown = re.findall(r"^    (?:python|torchrun|mpiexec) .*$", (EXAMPLES / program.name).read_text(), re.MULTILINE)
+    assert shown
+    assert set(shown) <= set(text)
+
+
+@pytest.mark.parametrize(
+    ("program", "size", "arguments", "begun", "status"),
+    [
+        # torchrun ends with 1, and with a traceback of its own, when it is interrupted.
+        case(FSDP, 2, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 1),
+        case(JAX, 1, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 130),
+        case(LIGHTNING, 1, "steps", "--epochs 1000", rb"overflow", 130),
+    ],
+)
+def test_an_interrupted_run_ends_promptly(
+    tmp_path: Path, program: Program, size: int, arguments: str, begun: bytes, status: int
+):
+    need(program, size)
+    command = program.command(size, EXAMPLES / program.name, *arguments.split())
+    ended, errors = interrupted(command, ENVIRONMENT, tmp_path, begun)
+    assert ended == status
+    assert errors.count("interrupted\n") == 1, errors
+    assert "KeyboardInterrupt" not in errors
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.torch

@@ -63,6 +63,19 @@ def test_the_adapter_conforms_on_the_device(dtype: str) -> None:
     check_backend(gradscale.registry.backend_for(like), like, dtypes=[getattr(torch, dtype)])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_quotient_that_overflows_is_found_wherever_it_is(dtype: str) -> None:
+    kind, size = getattr(torch, dtype), (1 << 20) + 3
+    state = gradscale.StaticScale(0.25).init(torch.zeros((), device="cuda"))
+    for place in (None, 0, 1 << 16, size - 1):
+        grads = [torch.ones(count, dtype=kind, device="cuda") for count in (5, 0, size)]
+        if place is not None:
+            grads[2][place] = torch.finfo(kind).max
+        _, nonfinite = gradscale.unscale(grads, state, out=grads)
+        assert nonfinite.item() == (place is not None)
+        assert int((grads[2] == 4.0).sum()) == size - nonfinite.item()
+
+
 @pytest.mark.parametrize("variant", ["", "-fused"], ids=["foreach", "fused"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
 def test_a_run_is_torchs_bit_for_bit(name: str, variant: str) -> None:
@@ -86,6 +99,46 @@ def test_a_fused_iteration_scaling_unscaling_and_clipping_never_wait() -> None:
     torch.cuda.set_sync_debug_mode("default")
     assert [report.skipped for report in run.scaler.history] == [False, True, False]
     assert norm.item() == pytest.approx(10**0.5 / 65536)
+
+
+def test_a_fused_iteration_is_launched_while_the_device_is_busy() -> None:
+    run, stream = run_on("cuda", GradScaler("cuda")), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # Kernels are loaded, and memory is allocated, before the stream is kept busy.
+        torch.cuda._sleep(1)
+        for _ in range(3):
+            run.iterate(1.0)
+        stream.synchronize()
+        stall()
+        run.iterate(math.inf)
+        # A host that had waited would find the stream done.
+        assert not stream.query()
+        assert run.report.skipped
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {}), ("SGD-fused", {"momentum": 0.5}), ("AdamW-fused", {})],
+    ids=["SGD", "fused-SGD", "fused-AdamW"],
+)
+@pytest.mark.parametrize("max_norm", [None, 1.5], ids=["unclipped", "clipped"])
+def test_gradients_of_the_host_wait_for_a_scale_behind_a_stalled_stream(
+    name: str, options: dict[str, Any], max_norm: float | None
+) -> None:
+    # As with FSDP2's CPU offload.
+    seen = []
+    for home in ("cpu", "cuda"):
+        run = run_on("cpu", GradScaler(home, init_scale=8.0, growth_interval=2), name, home, **options)
+        states: list[Any] = []
+        for gradient in (1.0, math.inf, -2.0, 0.5, math.nan, 3.0):
+            run.give(gradient)
+            # Not in the first two iterations, which load the kernels.
+            if home == "cuda" and len(states) > 1:
+                stall()
+            run.step(**({} if max_norm is None else {"max_norm": max_norm}))
+            states.append((run.held, run.report.skipped, run.report.scale, run.scaler.get_scale()))
+        seen.append(states)
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.75, 1024.0])
@@ -130,6 +183,20 @@ def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code(dtype: 
         grads = [torch.tensor([1.0, largest], dtype=getattr(torch, dtype), device="cuda")]
         (made,), nonfinite = compiled(grads, state)
         assert torch.isinf(made).any() == nonfinite == (largest != 1.0)
+
+
+@pytest.mark.usefixtures("without_sync")
+def test_a_guard_skips_a_bad_bfloat16_step_without_a_wait() -> None:
+    run = Small(StepGuard(), "AdamW-fused", devices=["cuda"] * 2, dtypes=["bfloat16"], home="cuda")
+    seen = []
+    for gradient in (1.0, math.nan, 1.0):
+        run.give(gradient)
+        run.step(max_norm=1.0)
+        seen.append([one.detach().clone() for one in run.parameters])
+    torch.cuda.set_sync_debug_mode("default")
+    assert run.scaler.counts() == {"taken": 2, "overflow": 1, "spike": 0, "refused": 0}
+    assert [torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True)] == [True, True]
+    assert not any(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))
 
 
 def captured_steps(scaler: Any, before: Callable[[], object] = lambda: None) -> list[tuple[float, int, bool, float]]:
@@ -198,3 +265,16 @@ def test_a_captured_graph_agrees_over_nccl(tmp_path: Path) -> None:
     finally:
         torch.cuda.synchronize()
         torch.distributed.destroy_process_group()
+
+
+def test_a_step_that_the_host_has_to_read_is_refused_in_a_graph() -> None:
+    run = run_on("cuda", GradScaler("cuda", init_scale=4.0), "AdamW", capturable=True)
+    run.iterate(1.0)
+    run.give(1.0)
+    counter = torch.zeros((), device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        counter.add_(1)
+        with pytest.raises(gradscale.CallOrderError, match="being captured"):
+            run.scaler.step(run.optimizer)
+    run.scaler.step(run.optimizer)
+    assert not run.report.skipped
