@@ -46,7 +46,7 @@ FUNCTIONS = {
 }
 DTYPES = ("float16", "bfloat16", "float64", "complex64")
 COMPILED = "compiled"
-COMPILES = re.compile(r"jax\.jit\b|torch\.compile\(|mx\.compile\b|cuda\.graph\(|begin_capture\(")
+COMPILES = re.compile(r"jax\.jit\b|torch\.compile\(|mx\.compile\b|cuda\.graph\(|\bcapture\(stream\)")
 
 
 def collected() -> str:

@@ -13,7 +13,7 @@ from runs import start
 from tiers import examples
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale, presets
 
 # See conftest.py.
 PURE = TRACED = True
@@ -306,3 +306,29 @@ def test_on_torch_everything_stays_in_its_graph():
     [got], _ = gradscale.unscale([leaf * 24.0], DynamicScale(init_scale=8.0).init(leaf))
     gradscale.select(torch.tensor(True), got, torch.zeros(1)).sum().backward()
     assert leaf.grad.tolist() == [3.0]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_on_torchs_meta_device_they_give_tensors_of_the_cpus_dtypes_and_shapes(dtype: str):
+    torch = require("torch")
+
+    def forms(device: str):
+        given = {"w": torch.ones((2, 3), dtype=getattr(torch, dtype), device=device), "n": None}
+        made = []
+        for policy in (DynamicScale(), StaticScale(8.0), *map(presets.named, presets.names())):
+            state = policy.init(like=given["w"])
+            scaled = gradscale.scale(given, state)
+            unscaled, nonfinite = gradscale.unscale(scaled, state)
+            masters, _ = gradscale.unscale(scaled, state, dtype=torch.float32)
+            chosen = gradscale.select(nonfinite == 0, unscaled, given)
+            made += [nonfinite, *policy.update(state, nonfinite=nonfinite)]
+            made += [each["w"] for each in (scaled, unscaled, masters, chosen)]
+        rule, loss = SkipSpikes(), torch.ones((), device=device)
+        window = rule.init(like=loss)
+        is_spike = rule.judge(window, loss)
+        made += [is_spike, *rule.learn(window, loss, skipped=is_spike)]
+        assert {x.device.type for x in made} == {device}
+        return [(x.dtype, x.shape) for x in made]
+
+    assert forms("meta") == forms("cpu")

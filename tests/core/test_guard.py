@@ -1,9 +1,11 @@
 """StepGuard: what it takes over of a scaler, and what it says; lives.py and diagnoses.py have the rest."""
 
 import logging
+import math
 
 import numpy as np
 import pytest
+from libraries import Library
 from optimizers import Momentum, Tree, iterate_plainly
 
 import gradscale
@@ -11,6 +13,18 @@ from gradscale import GradScaler, SkipSpikes, StepGuard
 from gradscale.tools.callbacks import LogUpdates
 
 RULE = SkipSpikes(window=8, min_values=4, of="loss")
+
+
+def test_a_guard_skips_bad_steps_and_leaves_gradients_as_they_are(arrays: Library):
+    guard, optimizer = StepGuard(), Tree()
+    for value, reason in ((3.0, "stepped"), (math.nan, "overflow"), (math.inf, "overflow"), (-3.0, "stepped")):
+        optimizer.grads = [given := arrays.asarray([value, 1.0])]
+        guard.step(optimizer)
+        guard.update()
+        assert guard.last_step(optimizer).reason == reason
+        arrays.assert_array(optimizer.grads[0], [value, 1.0])
+        arrays.assert_array(given, [value, 1.0])
+    assert (guard.get_scale(), optimizer.steps) == (1.0, 2)
 
 
 def test_a_group_that_cannot_be_joined_or_a_new_scale_leaves_a_guard_as_it_is():

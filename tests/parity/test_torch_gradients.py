@@ -348,7 +348,9 @@ def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(s
         run.step(explicit=explicit)
         given = torch.full((2,), 16.0)
         if has_duplicates:
-            given = torch.sparse_coo_tensor([[0, 0, 1]], torch.tensor([7.5, 8.5, 16.0]).half(), (2,))
+            # Whose sum in float16 would overflow on its way.
+            values = torch.tensor([40000.0, 40000.0, -40000.0, -40000.0, 16.0, 16.0]).half()
+            given = torch.sparse_coo_tensor([[0] * 5 + [1]], values, (2,))
         run.put(given, given)
         if shared == "parameter":
             run.optimizer.param_groups[0]["params"][1] = run.parameter
