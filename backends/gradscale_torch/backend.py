@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32
 from gradscale.errors import InvalidTypeError, InvalidValueError, shown
-from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, gradients
 from gradscale_torch.devices import CPU, Flags, TensorRead, combined, forbid_capture, integers, is_capturing, moved
 from gradscale_torch.groups import TorchCollectives
@@ -67,7 +65,7 @@ class TorchBackend(Backend):
     def read(self, x: Tensor, /) -> list[int]:
         """Return a 1-d int32 tensor as Python ints."""
         # A loss may be of another library.
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and devices.would_wait(x):
             forbid_capture(x.device, "step once before the capture, since the CPU reads the first message over a group")
         values: list[int] = x.tolist()
         return values
@@ -175,6 +173,7 @@ class ScalerBackend(TorchBackend):
     """
 
     is_shared = True
+    stepping = staticmethod(stepping)
 
     def __init__(self, settings: gradients.Settings) -> None:
         self._settings, self._device, self.is_replayed = settings, settings.device, False
@@ -256,13 +255,9 @@ class ScalerBackend(TorchBackend):
         """Return an optimizer's gradients."""
         return gradients.TensorGradients(self._settings, optimizer, listed, request, is_replayed=self.is_replayed)
 
-    def stepping(self, step: Step) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context to make a step in of a fused optimizer; None for another one."""
-        return stepping(step)
-
     def was_left_scaled(self, optimizer: object, listed: Listed) -> bool:
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
-        parameters = listed.by_id(id(optimizer))
+        parameters = listed.get(id(optimizer))
         return isinstance(parameters, gradients.Parameters) and parameters.left_scaled
 
     def groups_of(self, optimizer: Optimizer) -> Sequence[Collectives]:

@@ -68,7 +68,7 @@ class TensorGradients:
     def __init__(
         self, settings: Settings, optimizer: Optimizer, listed: Listed, request: Request, *, is_replayed: bool
     ) -> None:
-        parameters: Parameters | None = listed.by_id(id(optimizer))
+        parameters: Parameters | None = listed.get(id(optimizer))
         if parameters is None or not parameters.listed.are_those_of(optimizer):
             parameters = _parameters_of(optimizer)
             listed.put(optimizer, parameters)

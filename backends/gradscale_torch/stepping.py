@@ -43,7 +43,7 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
                 return None
             return _grad_scaler_step(step)
         return _fused_step(step)
-    if live.state is not None and step.closure is None:
+    if live.state is not None and step.closure is None and devices.would_wait(live.state.scale):
         forbid_capture(live.state.scale.device, NO_READS)
     return None
 
@@ -77,7 +77,8 @@ def _fused_step(step: Step) -> Iterator[None]:
     found, state = pending.found, pending.state
     home = state.scale.device
     fresh = _without_momentum(optimizer)
-    if pending.override is None and devices.would_wait(state.scale):
+    would_wait = devices.would_wait(state.scale)
+    if pending.override is None and would_wait:
         # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced, and
         # momentum that is not to be damped if this step is skipped.
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
@@ -85,7 +86,8 @@ def _fused_step(step: Step) -> Iterator[None]:
         pending.is_late = may_be_late and iteration.live.at_min_scale(state) is None
     is_empty = not pending.groups and not found.has_gradients and not turn.refused
     if not pending.is_late or is_empty:
-        forbid_capture(home, NO_READS)
+        if would_wait:
+            forbid_capture(home, NO_READS)
         step.verdict = iteration.verdict_for_step(turn, optimizer)
     flag, scale = flag_of(pending, home), getattr(optimizer, "grad_scale", None)
     home = _home_of_flags(optimizer, home)
@@ -137,7 +139,7 @@ def _grad_scaler_step(step: Step) -> Iterator[None]:
 
 def _note_left_scaled(step: Step) -> None:
     """Record that the optimizer has unscaled by itself, if so, until its gradients are unscaled by the scaler."""
-    parameters = step.iteration.parts.listed.by_id(id(step.optimizer))
+    parameters = step.iteration.parts.listed.get(id(step.optimizer))
     pending = step.turn.pending
     if parameters is not None and pending is not None and pending.found.is_scaled:
         parameters.left_scaled = True

@@ -50,6 +50,12 @@ class Backend:
         Whether a state whose numbers the host has is adapted by the policy's rule for numbers.
     is_replayed : bool
         Whether a captured graph scales or adapts the state, so that the host does not see what happens.
+    forbid_tracing : callable, optional
+        Called with the name of a call of a scaler; raises in a function that is compiled or captured, in which the
+        scale would become a constant. None, which no ``super()`` calls, if nothing is forbidden.
+    stepping : callable, optional
+        Called with a ``Step``; returns a context to make it in if the optimizer skips by itself, else None. None if no
+        optimizer of the library does.
 
     Examples
     --------
@@ -67,6 +73,8 @@ class Backend:
     is_shared: bool = False
     takes_numbers: bool = True
     is_replayed: bool = False
+    forbid_tracing: Callable[[str], None] | None = None
+    stepping: Callable[[Any], contextlib.AbstractContextManager[None] | None] | None = None
 
     def read(self, x: Array, /) -> list[int]:
         """Return a 1-d int32 array as Python ints: the one place where the host waits for the device."""
@@ -107,12 +115,6 @@ class Backend:
         """
         msg = f"backend= must name a library's adapter for a rank that has no arrays, got the {self.name} one"
         raise BackendNotAvailableError(msg)
-
-    def forbid_tracing(self, what: str, /) -> None:
-        """Raise in a function that is compiled or captured, in which the scale of a scaler would become a constant.
-
-        ``what`` names the call in the message. By default nothing is forbidden.
-        """
 
     def bits(self, x: Array, /) -> Array | None:  # noqa: ARG002
         """Return the IEEE bits of a real floating array as signed integers of its width; no host read.
@@ -247,13 +249,8 @@ class Backend:
         by_identity = {id(old): new for old, new in zip(chosen, multiply(chosen), strict=True)}
         return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)
 
-    def collect(self, optimizer: Optimizer, listed: Listed, request: Request) -> Collected:  # noqa: ARG002
-        """Return an optimizer's gradients; nothing is modified. ``listed`` keeps the parameters of optimizers."""
-        return Gradients(optimizer, request)
-
-    def stepping(self, step: Any) -> contextlib.AbstractContextManager[None] | None:  # noqa: ARG002
-        """Return a context to make a ``Step`` in of an optimizer that skips by itself; None if the scaler decides."""
-        return None
+    # Returns an optimizer's gradients; nothing is modified. ``Listed`` keeps the parameters of optimizers.
+    collect: Callable[[Any, Listed, Request], Collected] = Gradients
 
     def was_left_scaled(self, optimizer: object, listed: Listed) -> bool:  # noqa: ARG002
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""

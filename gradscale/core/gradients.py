@@ -44,6 +44,8 @@ class Home(Protocol):
     """The adapter of the state's library."""
     home: Namespace
     """Its namespace."""
+    is_static: bool
+    """Whether no update changes the scale."""
 
     def floor(self, state: ScaleState) -> float:
         """Return the smallest value that the scale of a state can have, as far as the host knows without a read."""
@@ -122,7 +124,7 @@ class Gradients:
     groups: Sequence[Collectives] = ()
     __slots__ = ("_assign", "_leaves", "_master_dtype", "_request", "_what", "is_touched")
 
-    def __init__(self, optimizer: Optimizer, request: Request) -> None:
+    def __init__(self, optimizer: Optimizer, listed: Listed, request: Request) -> None:  # noqa: ARG002
         try:
             if hasattr(optimizer, "param_groups"):
                 self._leaves, self._assign = _from_param_groups(cast("OptimizerWithGroups", optimizer))
@@ -146,10 +148,11 @@ class Gradients:
     def unscale(self, live: Home, state: ScaleState) -> Found:
         """Divide them by the scale of a state, clip and judge them; no host read but for a norm over ranks."""
         backend = live.backend
-        backend.forbid_tracing("unscale_()")
+        if backend.forbid_tracing is not None:
+            backend.forbid_tracing("unscale_()")
         chosen = floating_leaves(self._leaves, live.home, what=self._what, takes_integers=False)
         max_norm, dtype, norm = self._request.max_norm, self._master_dtype, None
-        state = UnitState(*state) if live.is_one(state) else state
+        state = UnitState(*state) if live.is_static and live.is_one(state) else state
         out = chosen if dtype is None else None
         self.is_touched = True
         try:
@@ -277,12 +280,6 @@ def no_optimizer(got: object, members: str) -> InvalidTypeError:
     if isinstance(got, (list, tuple, dict, set, frozenset)):
         text = f"a {type(got).__name__} of {len(got)}: make this call for each optimizer"
     return InvalidTypeError(f"an optimizer must have {members}, got {text}")
-
-
-def require_step(optimizer: object) -> None:
-    """Raise InvalidTypeError for an object that cannot be stepped."""
-    if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
-        raise no_optimizer(optimizer, "step()")
 
 
 def _require_tree(optimizer: OptimizerWithGrads) -> object:

@@ -65,13 +65,9 @@ def _is_weak(group: object) -> bool:
     return False
 
 
-def _identity_of(collectives: Collectives) -> object:
-    return getattr(collectives, "identity", collectives)
-
-
 def _common_of(group: object) -> _Common:
     """Return the record that the scalers over a library's own group share."""
-    common = _commons.by_id(id(group))
+    common = _commons.get(id(group))
     if common is None:
         common = _Common()
         if _is_weak(group):
@@ -93,8 +89,9 @@ class Met(NamedTuple):
 class Agreement:
     """With whom a scaler agrees, why it cannot go on, and the numbers by which ranks tell their messages apart.
 
-    ``groups`` is None while they are not known. ``options`` are those of the scaler that must be the same on all ranks.
-    After a ``failure`` the iteration can only be abandoned.
+    ``groups`` is None while they are not known (``is_unjoined``), and empty for a process that decides alone.
+    ``options`` are those of the scaler that must be the same on all ranks. After a ``failure`` the iteration can only
+    be abandoned.
     """
 
     def __init__(
@@ -103,7 +100,7 @@ class Agreement:
         options: Mapping[str, object] | None = None,
         own_rank: Callable[[], int | None] | None = None,
     ) -> None:
-        self._groups = groups
+        self._use(groups)
         self._options = options or {}
         self._own_rank = own_rank
         self.failure: GradscaleError | None = None
@@ -141,19 +138,15 @@ class Agreement:
             raise CallOrderError(msg)
         return self._groups
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether this process decides alone."""
-        return self._groups is not None and len(self._groups) == 0
-
-    @property
-    def is_unjoined(self) -> bool:
-        """Whether the groups are not known."""
-        return self._groups is None
+    def _use(self, groups: Sequence[Collectives] | None) -> None:
+        # At once, or Ctrl-C in between would leave a scaler that has groups and decides alone.
+        is_alone = groups is not None and len(groups) == 0
+        self._groups, self.is_unjoined, self.is_alone = groups, groups is None, is_alone
 
     def join(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on, as one more scaler over them, or as before over a group that it had."""
-        self._groups, self.failure, self._lost = groups, None, None
+        self._use(groups)
+        self.failure = self._lost = None
         self._begin_to_count()
         for collectives in groups:
             self.number_over(collectives)
@@ -243,11 +236,11 @@ class Agreement:
 
     def met(self, optimizer: object) -> Met:
         """Return an optimizer as the ranks compare it."""
-        known = self._optimizers.by_id(id(optimizer))
+        known = self._optimizers.get(id(optimizer))
         groups = getattr(optimizer, "param_groups", None)
         size = len(groups) if isinstance(groups, Sized) else 0
         if known is None or known.size != size:
-            name = self._names.by_id(id(optimizer))
+            name = self._names.get(id(optimizer))
             if name is None and self._lost_names:
                 text = "copies of optimizers have no names after unpickling or copying: call name() for those named"
                 msg = f"{text} {sorted(self._lost_names)}, got a {type(optimizer).__name__} without a name"
@@ -264,16 +257,16 @@ class Agreement:
         """Compare a name of an optimizer with the other ranks' instead of its class and number of ``param_groups``."""
         self._names.put(optimizer, name)
         self._lost_names.discard(name)
-        known = self._optimizers.by_id(id(optimizer))
+        known = self._optimizers.get(id(optimizer))
         if known is not None:
             self._optimizers.put(optimizer, known._replace(size=-1))
 
     def number_over(self, collectives: Collectives) -> int:
         """Return the number of this scaler over a group, counted when it joins the group or first sends over it."""
-        number = self._own_numbers.by_id(id(collectives))
+        number = self._own_numbers.get(id(collectives))
         if number is None:
-            group = _identity_of(collectives)
-            common, number = _common_of(group), self._had.by_id(id(group))
+            group = getattr(collectives, "identity", collectives)
+            common, number = _common_of(group), self._had.get(id(group))
             if number is None:
                 number = common.scalers
                 common.scalers += 1
@@ -292,7 +285,10 @@ class Agreement:
         """
         try:
             for one in groups:
-                self._greet(one, sent, number)
+                group = getattr(one, "identity", one)
+                if id(group) not in _greeted and id(group) not in self._greeted:
+                    self._greet(one, sent, number)
+                    (_greeted if _is_weak(group) else self._greeted).put(group, True)
             return Ballot(self, groups, sent, number, claim)
         except BaseException as error:
             self.lose(error, number)
@@ -300,14 +296,10 @@ class Agreement:
 
     def _greet(self, collectives: Collectives, like: Array, number: int) -> None:
         """Compare versions over a group before the first message of any scaler over it; ``like`` is that message."""
-        group = _identity_of(collectives)
-        if group in _greeted or group in self._greeted:
-            return
         own = claims.greeting()
         backend = registry.backend_for(like)
         agreed = _agreed(collectives, backend.integers(own, like))
         claims.require_one_version(backend.read(agreed), own, whereabouts([collectives], number))
-        (_greeted if _is_weak(group) else self._greeted).put(group, True)
 
     def __getstate__(self) -> dict[str, object]:
         groups = () if self.is_alone else None
@@ -390,7 +382,7 @@ class Ballot:
         found = claims.outcome(agreed, own)
         if found is not Outcome.ONE_STATE:
             for collectives in self._groups:
-                _common_of(_identity_of(collectives)).differences += 1
+                _common_of(getattr(collectives, "identity", collectives)).differences += 1
             self._failure = self._error(found, agreed, own, policy, is_late=is_late)
             raise self._failure
         return claims.verdict_of(agreed, own)

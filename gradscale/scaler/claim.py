@@ -221,7 +221,7 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
 def of_numbers(state: Numbers, words: Sequence[int], found: Flags, norm: float = 0.0) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
     scale, *trackers = state
-    fields = [_USUAL, bits_of_float32(scale), *trackers, *words, bits_of_float32(norm)]
+    fields = [_USUAL, bits_of_float32(scale), *trackers, *words, bits_of_float32(norm) if norm else 0]
     return [*found, *fields, *map(operator.neg, fields)]
 
 

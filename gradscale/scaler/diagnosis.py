@@ -58,7 +58,7 @@ class Diagnosis:
     def of_overflow(self, optimizer: Optimizer, iteration: Iteration) -> OverflowReport:
         """Return the report on a step that is skipped now; from the third in a row on with weights and state."""
         has_overflowed = optimizer in self._reports and self._reports.last(optimizer).reason == "overflow"
-        count = 1 + (self._overflows.by_id(id(optimizer)) or 0) * has_overflowed
+        count = 1 + (self._overflows.get(id(optimizer)) or 0) * has_overflowed
         self._overflows.put(optimizer, count)
         asked = Asked(state=count >= _SUSPICIOUS, is_by_itself=True)
         return self.diagnose(optimizer, iteration, asked, gather=True)

@@ -106,7 +106,8 @@ class GroupAgreement:
         if spike is not None:
             _require_0d("spike", spike, xp, "bool", "SkipSpikes.judge")
         backend = registry.backend_for(state.scale)
-        backend.forbid_tracing("GroupAgreement")
+        if backend.forbid_tracing is not None:
+            backend.forbid_tracing("GroupAgreement")
         # Ranks of which some skip spikes would train on apart.
         call = Call.GROUP_AGREEMENT if spike is None else Call.GROUP_AGREEMENT_ON_SPIKES
         scaler, settings = agreement.number_over(self._groups[0]), agreement.identify(self._policy)

@@ -154,7 +154,7 @@ class Guard:
 
     def _position_of(self, optimizer: Optimizer, like: Callable[[], Array]) -> int:
         """Return the position of an optimizer's window; a new optimizer takes over one whose owner is gone."""
-        position = self._positions.by_id(id(optimizer))
+        position = self._positions.get(id(optimizer))
         if position is not None:
             return position
         if self._windows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
@@ -11,7 +12,7 @@ from typing import NamedTuple, NoReturn
 from array_api_compat import is_array_api_obj
 
 from gradscale.core.arithmetic import is_floating
-from gradscale.core.gradients import Listed, Request, named_gradients, require_step
+from gradscale.core.gradients import Listed, Request, named_gradients, no_optimizer
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import CallOrderError, GradscaleError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
@@ -35,6 +36,8 @@ _INCOMPLETE = (
     "the gradients of an optimizer could not be unscaled completely before: end the iteration with "
     "update(get_scale()), or load a state dict, and make new gradients"
 )
+
+_at_min_scale = operator.attrgetter("at_min_scale")
 
 UNSCALING = Request()
 """No more than to unscale."""
@@ -212,9 +215,23 @@ class Iteration:
 
     # The state in force.
 
-    def to_scale_with(self, like: Array) -> ScaleState:
-        """Return the state to scale with; a first one is made beside ``like``."""
-        return self._closure_state or self.live.state or self.live.current(like)
+    def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Multiply arrays by the scale; a first state is made beside the first one."""
+        live = self.live
+        state = self._closure_state or live.state or live.current(arrays[0])
+        if live.backend.forbid_tracing is not None:
+            live.backend.forbid_tracing("scale()")
+        products = arrays if live.is_static and live.is_one(state) else live.backend.scale(arrays, state)
+        if self._closure_state is None:
+            if live.is_fresh and self.state is not None:
+                # The losses before were those of an iteration that a load has given up.
+                self.losses = Losses()
+            self.state = state
+        live.is_fresh = live.is_unused = live.is_given_up = False
+        self.scaled = True
+        for turn in self.turns:
+            turn.is_overtaken |= turn.has_failed
+        return products
 
     def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
         """Return the state to unscale with; one is made beside the ``first`` array, or CallOrderError without any."""
@@ -227,18 +244,6 @@ class Iteration:
         if like is None:
             self.wrong_order("no array has been seen yet, so it is not known where the state belongs")
         return self.live.current(like)
-
-    def note_scaled(self, state: ScaleState) -> None:
-        """Record the state that outputs were scaled with."""
-        if self._closure_state is None:
-            if self.live.is_fresh and self.state is not None:
-                # The losses before were those of an iteration that a load has given up.
-                self.losses = Losses()
-            self.state = state
-        self.live.is_fresh = self.live.is_unused = self.live.is_given_up = False
-        self.scaled = True
-        for turn in self.turns:
-            turn.is_overtaken |= turn.has_failed
 
     @contextlib.contextmanager
     def inside_closure(self) -> Iterator[None]:
@@ -277,7 +282,7 @@ class Iteration:
 
     def begin_step(self, optimizer: Optimizer, *, by_closure: bool) -> Turn:
         """Return an optimizer's turn; CallOrderError if it was stepped already, InvalidTypeError if it cannot be."""
-        require_step(optimizer)
+        _require_step(optimizer)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order(f"step() has already been called {_SINCE}")
@@ -315,7 +320,7 @@ class Iteration:
                 "closure again, or end the iteration with update(get_scale()) and make new gradients"
             )
         live, agreement = self.live, self.agreement
-        groups = agreement.usable_groups()
+        groups = () if agreement.is_alone else agreement.usable_groups()
         try:
             gradients = live.hooks.collect(optimizer, self._listed, request)
         except Exception:
@@ -325,7 +330,7 @@ class Iteration:
         not_scaled = None if self.scaled else self._never_scaled(turn, optimizer, groups)
         if not_scaled is Presence.SOME and not groups:
             self._forbid_unscaled(turn)
-        state = self.in_force(lambda: gradients.like)
+        state = self._closure_state or self.state or live.state or self.in_force(lambda: gradients.like)
         is_unscaled = not (self.scaled or not_scaled or turn.refused or live.hooks.is_replayed or live.is_one(state))
         if not groups:
             # Over a group another rank may have the loss.
@@ -397,7 +402,7 @@ class Iteration:
 
     def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
         """Let no rank make the coming step of an optimizer."""
-        require_step(optimizer)
+        _require_step(optimizer)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order(f"refuse() is being called after step() {_SINCE}")
@@ -463,7 +468,7 @@ class Iteration:
                     break
                 if other.pending is not None and other.pending.is_unread:
                     other.pending.read()
-            verdict = pending.read()
+            verdict = (pending.known if pending.override is None else None) or pending.read()
         except OF_ALL_RANKS as error:
             self.agreement.failure = error
             raise
@@ -529,7 +534,8 @@ class Iteration:
         if wanted is None and self.lowered is None and not pending:
             self._forbid_update()
         report = self._report(pending, verdicts, wanted) if self.reports.on_update else None
-        underflow = None if wanted is not None else self._underflow(pending, verdicts)
+        is_at_min = wanted is None and any(map(_at_min_scale, verdicts))
+        underflow = self._underflow(pending, verdicts) if is_at_min else None
         for turn in self.turns:
             # A window learns from no gradients that were only looked at, or that the user has stepped with.
             if self.guard is not None and turn.is_over and turn.observation is not None and turn.pending is not None:
@@ -683,3 +689,9 @@ class Iteration:
         """Raise CallOrderError with what was wrong and the right order."""
         msg = f"{what} (iteration {self.number}). {_ORDER}"
         raise CallOrderError(msg)
+
+
+def _require_step(optimizer: object) -> None:
+    """Raise InvalidTypeError for an object that cannot be stepped."""
+    if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
+        raise no_optimizer(optimizer, "step()")

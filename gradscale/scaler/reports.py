@@ -182,11 +182,11 @@ class Reports:
         return reports
 
     def __contains__(self, optimizer: object) -> bool:
-        return optimizer in self._last
+        return id(optimizer) in self._last
 
     def last(self, optimizer: object) -> StepReport:
         """Return the report of an optimizer's last step; a deferred verdict is read now."""
-        last = self._last.by_id(id(optimizer))
+        last = self._last.get(id(optimizer))
         if last is None:
             msg = f"last_step() needs a step() of this optimizer first, got one of type {type(optimizer).__name__}"
             if getattr(optimizer, "optimizer", None) in self:
@@ -202,7 +202,10 @@ class Reports:
 
     def record(self, optimizer: object, report: StepReport, rank: Callable[[], int] | None = None) -> None:
         """Keep the report of a step; if it was skipped, call ``on_skip``, unless ``rank`` is None."""
-        self._last.put(optimizer, report)
+        if id(optimizer) in self._last:
+            self._last[id(optimizer)] = report
+        else:
+            self._last.put(optimizer, report)
         if report.reason in ("disabled", "no gradients"):
             return
         self._history.append(report)

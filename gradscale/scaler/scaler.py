@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, NoReturn, TypeVar, Unpack, overload
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver, checked_norm
@@ -57,6 +57,15 @@ def parts_of(
     common = {name: options.get(name) for name in ("diagnose", "skip", "give_up_after")}
     agreement = Agreement(groups, common, own_rank)
     return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard)
+
+
+def _forbid_call(call: str) -> NoReturn:
+    """Raise CallOrderError for a call during another call of a scaler."""
+    msg = (
+        f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
+        f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
+    )
+    raise CallOrderError(msg)
 
 
 class GradScaler:
@@ -126,7 +135,7 @@ class GradScaler:
         self._parts, self._enabled = parts, enabled
         # Types and dtypes of single arrays that are floating ones of the state's library.
         self._met: set[tuple[type, object]] = set()
-        # Held by the call that is under way.
+        # Held by the call that is under way; "with" leaves no place for Ctrl-C between taking it and the body.
         self._busy = threading.Lock()
         self._diagnosis = Diagnosis(parts, enabled=enabled)
         self._iteration = Iteration(number, parts, steps)
@@ -224,7 +233,10 @@ class GradScaler:
         """
         if not self._enabled:
             return self._clip_unscaled(optimizer, self._checked_request(optimizer, max_norm, norm_over))
-        with contextlib.nullcontext() if self._iteration.is_inside_closure else call_of(self, "unscale_()"):
+        is_inside = self._iteration.is_inside_closure
+        if self._busy.locked() and not is_inside:
+            _forbid_call("unscale_()")
+        with contextlib.nullcontext() if is_inside else self._busy:
             is_plain = max_norm is None and norm_over is None
             request = UNSCALING if is_plain else self._checked_request(optimizer, max_norm, norm_over)
             # Another thread's update may have begun it while this one waited for the lock.
@@ -270,7 +282,9 @@ class GradScaler:
             report = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
             self._parts.reports.record(optimizer, report)
             return optimizer.step(*args, **kwargs)
-        with call_of(self, "step()"), Step(self._iteration, optimizer, args, kwargs, self._record) as step:
+        if self._busy.locked():
+            _forbid_call("step()")
+        with self._busy, Step(self._iteration, optimizer, args, kwargs, self._record) as step:
             if step.calls_optimizer:
                 step.returned = optimizer.step(*step.args, **step.kwargs)
         return step.returned
@@ -324,7 +338,9 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        with call_of(self, "update()"):
+        if self._busy.locked():
+            _forbid_call("update()")
+        with self._busy:
             parts, ended = self._parts, self._iteration
             # An update that is interrupted can be made again: it learns once, and counts in its last call.
             report, underflow = ended.close(new_scale)
@@ -624,11 +640,7 @@ class GradScaler:
     def _multiplied(self, has_losses: bool, outputs: object, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return arrays multiplied by the scale of the present iteration, in which an iterator may be consumed."""
         iteration = self._iteration
-        live = iteration.live
-        state = iteration.to_scale_with(arrays[0])
-        live.backend.forbid_tracing("scale()")
-        products = arrays if live.is_one(state) else live.backend.scale(arrays, state)
-        iteration.note_scaled(state)
+        products = iteration.scale(arrays)
         if self._parts.reports.diagnoses and (count := self._diagnosis.count_nonfinite(arrays)) is not None:
             iteration.loss_nonfinite += (count,)
         if has_losses:
@@ -640,8 +652,10 @@ class GradScaler:
     def _home_for(self, like: Array) -> Namespace:
         """Return the namespace of the state, made beside an array if there is none yet."""
         live = self._parts.live
-        live.backend_for(like).forbid_tracing("scale()")
-        self._iteration.to_scale_with(like)
+        backend = live.backend_for(like)
+        if backend.forbid_tracing is not None:
+            backend.forbid_tracing("scale()")
+        live.current(like)
         return live.home
 
     def _clip_unscaled(self, optimizer: Optimizer, request: Request) -> Array | None:
@@ -886,12 +900,7 @@ def assemble(scaler: GradScaler, parts: Parts, enabled: bool) -> None:
 def call_of(scaler: GradScaler, call: str) -> contextlib.AbstractContextManager[object]:
     """Return the lock to hold during a call of a scaler; CallOrderError if another call is under way."""
     if scaler._busy.locked():
-        msg = (
-            f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
-            f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
-        )
-        raise CallOrderError(msg)
-    # A with statement of it leaves no place for Ctrl-C between taking the lock and its body.
+        _forbid_call(call)
     return scaler._busy
 
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from array_api_compat import array_namespace
@@ -45,7 +45,7 @@ class LiveState:
                 f"derives from gradscale.Backend, got {shown(backend)}"
             )
             raise InvalidTypeError(msg)
-        self.policy = policy
+        self.policy, self.is_static = policy, type(policy) is StaticScale
         self.updates = 0
         # Fresh: nothing was scaled by the state, and no update adapted it, since it was made or loaded. Unused: no
         # gradients can be scaled, since nothing ever was, or since an iteration was given up.
@@ -68,7 +68,9 @@ class LiveState:
 
     def _use(self, given: str | Backend | None) -> None:
         self._given = given
-        self.hooks = registry.array_backend(given) if isinstance(given, str) else given or Backend()
+        self.hooks = hooks = registry.array_backend(given) if isinstance(given, str) else given or Backend()
+        # The adapter of an array: the scaler's own, or the one of the array's library.
+        self.backend_for: Callable[[Array], Backend] = registry.backend_for if given is None else lambda _: hooks
 
     @property
     def is_known(self) -> bool:
@@ -84,10 +86,6 @@ class LiveState:
         """Set one of the numbers that a state will be made of; one that is made keeps its own."""
         if self.state is None:
             self._restored[name] = value
-
-    def backend_for(self, x: Array) -> Backend:
-        """Return the adapter of an array: the scaler's own, or the one of the array's library."""
-        return registry.backend_for(x) if self._given is None else self.hooks
 
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None if it has none."""
@@ -186,7 +184,7 @@ class LiveState:
 
     def is_one(self, state: ScaleState | None) -> bool:
         """Tell whether the scale of a state is 1, and stays so, as far as the host knows without a read."""
-        if type(self.policy) is not StaticScale:
+        if not self.is_static:
             return False
         # Something else may have written to it.
         known = [self.first["scale"]] if state is None else self.backend.peek(state[:1])
@@ -249,7 +247,8 @@ class LiveState:
     def load(self, policy: Policy, numbers: dict[str, float]) -> None:
         """Go on with another policy and other numbers."""
         self.is_fresh = True
-        self.policy, self._least_factor = policy, _smallest_factor(policy)
+        least, is_static = _smallest_factor(policy), type(policy) is StaticScale
+        self.policy, self.is_static, self._least_factor = policy, is_static, least
         self._largest = self._reachable(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
         self._note_replaced(numbers["scale"])
         self._replace(numbers)
@@ -286,7 +285,7 @@ class LiveState:
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: numbers in place of arrays; the next array says where the state goes."""
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("backend", "hooks")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("backend", "backend_for", "hooks")}
         restored = dict(self._restored) if self.state is None else self.numbers()
         return kept | {
             "_restored": restored,

@@ -54,7 +54,8 @@ class Step:
 
     def __enter__(self) -> Step:
         iteration, optimizer = self.iteration, self.optimizer
-        own = iteration.live.hooks.stepping(self)
+        stepping = iteration.live.hooks.stepping
+        own = None if stepping is None else stepping(self)
         turn = self.turn = iteration.begin_step(optimizer, by_closure=self.closure is not None)
         # Unless it comes to its end.
         turn.has_failed = self.closure is None

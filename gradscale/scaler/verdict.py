@@ -75,7 +75,8 @@ class Pending:
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             flags = Flags(count, at_min_scale, presence, scaled, code)
             if not groups:
-                live.require_possible(numbers[0])
+                if live.backend.is_shared:
+                    live.require_possible(numbers[0])
                 self.known = verdict_from(flags, count, numbers[0])
                 return
             values = claims.of_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
@@ -129,25 +130,25 @@ class Pending:
                 ballot.agreed(is_read=True)
             values = copy()
             agreed, sent = values[:LENGTH], values[LENGTH:] or values
-        fields = claims.state_bits(sent)
         if hasattr(self.state.scale, "compute"):
             # A lazy library would compute all that it depends on once more in the update.
             self._count = live.home.asarray(claims.verdict_of(agreed, sent).nonfinite, dtype=live.home.int32)
-            live.settle(self.state, fields)
-        # Alone, it may have been refused after the message was made.
-        is_own = isinstance(self._code, int) and not self.groups
-        self._hidden = self._code if is_own else claims.code_in(agreed)
+            live.settle(self.state, claims.state_bits(sent))
         if self.groups:
             found = ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
+            self._hidden = claims.code_in(agreed) if found.reason else 0
         else:
             # No other rank has contributed, so an impossible value is the array library's fault.
-            live.checked(fields)
+            live.checked(claims.state_bits(sent))
             found = claims.verdict_of(agreed, sent)
+            # It may have been refused after the message was made.
+            self._hidden = self._code if isinstance(self._code, int) else claims.code_in(agreed)
             otherwise = self._otherwise()
             if found.nonfinite or otherwise[0]:
                 reason, by = (Reason.OVERFLOW, self._rank()) if found.nonfinite else otherwise
                 found = found._replace(reason=reason, by=by)
-        live.require_possible(found.scale)
+        if live.backend.is_shared:
+            live.require_possible(found.scale)
         if not self.is_captured:
             self.known = found
             live.note_scale(found.scale, self._updates)
