@@ -364,11 +364,11 @@ class Ballot:
             raise
         return agreed
 
-    def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
+    def read(self, backend: Backend) -> tuple[list[int], list[int]]:
         """Return the answer and this rank's own message: one host read."""
         agreed, sent = self.agreed(is_read=True), self.sent
         both = agreed if agreed is sent else array_namespace(agreed).concat([agreed, sent])
-        values = backend_for(agreed).read(both)
+        values = backend.read(both)
         return values[: claims.LENGTH], values[claims.LENGTH :] or values
 
     def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, *, is_late: bool = False) -> Verdict:
@@ -502,12 +502,12 @@ class Exchange:
         return gather_texts(sent, self._group, functools.partial(self._carry, like))
 
     def _carry(self, like: Array, values: Sequence[int]) -> list[int]:
-        claim, live = self._claim(), self._live
-        sent = live.backend_for(like).integers(claims.carrying(claims.hash_of(claim), values), like)
+        claim, backend = self._claim(), self._live.backend_for(like)
+        sent = backend.integers(claims.carrying(claims.hash_of(claim), values), like)
         with self._agreement.failing():
             ballot = self._agreement.send([self._group], sent, claim.iteration, claim)
-            answer = ballot.read(live.backend_for)
-            ballot.verdict(*answer, live.policy)
+            answer = ballot.read(backend)
+            ballot.verdict(*answer, self._live.policy)
         return claims.carried(answer[0])
 
 

@@ -120,7 +120,7 @@ class GroupAgreement:
         sent = claims.of_arrays(backend, self._policy, state, claims.hash_of(claim), Flags(nonfinite, code=code))
         with agreement.failing():
             ballot = agreement.send(self._groups, sent, self._calls, claim)
-            verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)
+            verdict = ballot.verdict(*ballot.read(backend), self._policy)
         self._calls += 1
         if verdict.nonfinite and verdict.at_min_scale:
             where = whereabouts(self._groups, self._calls - 1)

@@ -448,7 +448,7 @@ class Iteration:
             sent = live.backend.integers(claims.failure(claims.hash_of(claim), agreement.rank()), scale)
             with agreement.failing():
                 ballot = agreement.send(groups, sent, self.number, claim)
-                ballot.verdict(*ballot.read(live.backend_for), live.policy)
+                ballot.verdict(*ballot.read(live.backend), live.policy)
 
     def verdict(self, turn: Turn) -> Verdict:
         """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step."""

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from array_api_compat import array_namespace
@@ -68,9 +68,7 @@ class LiveState:
 
     def _use(self, given: str | Backend | None) -> None:
         self._given = given
-        self.hooks = hooks = registry.array_backend(given) if isinstance(given, str) else given or Backend()
-        # The adapter of an array: the scaler's own, or the one of the array's library.
-        self.backend_for: Callable[[Array], Backend] = registry.backend_for if given is None else lambda _: hooks
+        self.hooks = registry.array_backend(given) if isinstance(given, str) else given or Backend()
 
     @property
     def is_known(self) -> bool:
@@ -86,6 +84,10 @@ class LiveState:
         """Set one of the numbers that a state will be made of; one that is made keeps its own."""
         if self.state is None:
             self._restored[name] = value
+
+    def backend_for(self, x: Array) -> Backend:
+        """Return the adapter of an array: the scaler's own, or the one of the array's library."""
+        return registry.backend_for(x) if self._given is None else self.hooks
 
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None if it has none."""
@@ -285,7 +287,7 @@ class LiveState:
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: numbers in place of arrays; the next array says where the state goes."""
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("backend", "backend_for", "hooks")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("backend", "hooks")}
         restored = dict(self._restored) if self.state is None else self.numbers()
         return kept | {
             "_restored": restored,

@@ -123,7 +123,7 @@ class Pending:
     def _read(self) -> Verdict:
         ballot, copy, live = self._ballot, self._copy, self._live
         if copy is None:
-            agreed, sent = ballot.read(live.backend_for)
+            agreed, sent = ballot.read(live.backend)
         else:
             if not self.is_captured and not copy.is_done():
                 # A device would wait for the ranks for ever.
