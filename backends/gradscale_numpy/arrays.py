@@ -90,9 +90,10 @@ class NumpyBackend(Backend):
         """Return Python ints as a 1-d int32 array."""
         return np.array(values, np.int32)
 
-    def number_like(self, number: float, like: NumpyArray) -> NumpyArray:
-        """Return a number as a 0-d array of the dtype of another."""
-        return np.array(number, like.dtype)
+    def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
+        """Return a state with its fields replaced by numbers, but where these are None."""
+        fields = zip(state, numbers, strict=True)
+        return ScaleState(*[x if number is None else np.array(number, x.dtype) for x, number in fields])
 
     def bits(self, x: NumpyArray, /) -> NumpyArray | None:
         """Return the bits of real values in any byte order as signed integers; None for float8 and long double."""

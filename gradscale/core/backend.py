@@ -210,12 +210,9 @@ class Backend:
 
     def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
         """Return a state with its fields replaced by numbers, but where these are None; perhaps in the same arrays."""
-        fields = zip(state, numbers, strict=True)
-        return ScaleState(*[x if number is None else self.number_like(number, x) for x, number in fields])
-
-    def number_like(self, number: float, like: Array) -> Array:
-        """Return a number as a 0-d array of the dtype of another, where that is."""
-        return array_namespace(like).asarray(number, dtype=like.dtype, **on(self.placement(like)))
+        xp, fields = array_namespace(state.scale), zip(state, numbers, strict=True)
+        made = [x if n is None else xp.asarray(n, dtype=x.dtype, **on(self.placement(x))) for x, n in fields]
+        return ScaleState(*made)
 
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Array | int, held: Array | None) -> ScaleState:
         """Return the state after a step, perhaps in the same arrays; the old one if ``held``, 0-d, is true. No read."""

@@ -142,7 +142,10 @@ class LiveState:
         if isinstance(found, int) and is_held is None and isinstance(before, list) and self.backend.takes_numbers:
             new = next_numbers(self.policy, before, found)
             if new is not None:
-                changed = [x if x != old else None for x, old in zip(new, before, strict=True)]
+                changed: list[float | None] = [*new]
+                for index, old in enumerate(before):
+                    if new[index] == old:
+                        changed[index] = None
                 self.state = self.backend.with_numbers(state, changed)
                 return
         self.state = self.backend.adapt(self.policy, state, found, is_held)
