@@ -9,6 +9,7 @@ import pytest
 from axes import is_torch_2_6, require_program
 from axes_torch import GradScaler, torch
 from small_torch import KERNEL, Small, without_kernel
+from tiers import later
 
 import gradscale
 from gradscale import DynamicScale, StaticScale
@@ -97,7 +98,10 @@ def test_a_leaf_of_autograds_graph_is_overwritten_and_stays_one():
 # Where a device has no kernel for a dtype.
 
 
-@pytest.mark.parametrize("scale", [2.0**-20, 2.0**29, 1.0, 0.5, *map(float, torch.logspace(-6, 38, 40))])
+@pytest.mark.parametrize(
+    "scale",
+    [2.0**-20, 0.75, 1.0, 1e30, *later("ranks", 2.0**29, 0.5, *map(float, torch.logspace(-6, 38, 40)))],
+)
 def test_every_bfloat16_is_divided_and_judged_without_a_kernel_as_it_is_with_one(
     monkeypatch: pytest.MonkeyPatch, scale: float
 ):
