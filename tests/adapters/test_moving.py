@@ -1,14 +1,12 @@
-"""The pages that lead here from other systems: their lines run, and do what the lines before did, to the bit."""
+"""The pages that lead here from other systems: those of JAX run, and do what the lines before did, to the bit."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import pytest
 from axes import require
 from recipe_blocks import INTEROP, blocks_on, run_on
-from worlds import GlooWorld, each
 
 from gradscale import presets
 
@@ -35,46 +33,6 @@ def test_each_page_has_the_lines_before_and_after_and_what_loads_a_state():
         name = system.removesuffix("_amp")
         assert name == "torch" or f"presets.{name}(" in "".join(blocks[block] for block in after)
         assert name in presets.names()
-
-
-def torch_names():
-    """Return what the pages for torch take for granted; some batches overflow."""
-    require("torch")
-    names: dict[str, Any] = importlib.import_module("recipe_scenarios").granted(OVERFLOWS)
-    return names
-
-
-@pytest.mark.torch
-def test_from_torch_amp_every_bit_stays(capsys: pytest.CaptureFixture[str]):
-    before, after = (ran("torch_amp", block, **torch_names()) for block in ("before", "after"))
-    for theirs, ours in zip(before["model"].parameters(), after["model"].parameters(), strict=True):
-        assert theirs.equal(ours)
-    assert before["scaler"].state_dict().items() <= after["scaler"].state_dict().items()
-    assert capsys.readouterr().out.count("skipped=True") == 3
-    loaded = ran("torch_amp", "state", saved=before["scaler"].state_dict(), GradScaler=after["GradScaler"])["scaler"]
-    assert before["scaler"].state_dict().items() <= loaded.state_dict().items()
-    before["scaler"].load_state_dict(after["scaler"].state_dict())
-
-
-@pytest.mark.torch
-def test_from_apex_it_skips_and_goes_on_with_a_saved_state(capsys: pytest.CaptureFixture[str]):
-    scaler = ran("apex", "after", **torch_names())["scaler"]
-    assert [report.iteration for report in scaler.history if report.skipped] == list(OVERFLOWS)
-    assert scaler.get_scale() == 2.0**13
-    loaded = ran("apex", "state", saved={"loss_scaler0": {"loss_scale": 512.0, "unskipped": 5}})["scaler"]
-    assert (loaded.get_scale(), loaded.state_dict()["_growth_tracker"]) == (512.0, 5)
-    assert "growth_interval = 2000" in capsys.readouterr().out
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("system", ["deepspeed", "megatron"])
-def test_from_a_system_of_several_ranks_both_skip(system: str):
-    scenario = importlib.import_module("recipe_scenarios").moved
-    for _, answers in each(GlooWorld(2), scenario, [(system, OVERFLOWS, bad_rank) for bad_rank in (0, 1)]):
-        for answer in answers:
-            # Of three overflows the first is tolerated.
-            assert (answer["skipped"], answer["scale"], answer["steps"]) == (list(OVERFLOWS), 2.0**14, 5)
-            assert (answer["dtypes"], answer["loaded"]) == ({"torch.float32"}, [512.0, 5, 1])
 
 
 def jax_names():
