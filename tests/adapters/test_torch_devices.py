@@ -392,11 +392,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize(("unscales", "groups"), [(None, 0), (None, 1), (None, 2), ({}, 1), ({"max_norm": 1.0}, 0)])
+@pytest.mark.parametrize("how", [(None, 0), (None, 2), ({"max_norm": 1.0}, 0), *later("ranks", (None, 1), ({}, 1))])
 @pytest.mark.parametrize(("name", "waits"), [("AdamW-fused", 0), ("SGD", 1)])
 def test_a_step_waits_once_and_that_of_a_fused_optimizer_for_nothing(
-    cuda, settings: dict[str, Any], unscales: dict[str, Any] | None, groups: int, name: str, waits: int
+    cuda, settings: dict[str, Any], how: tuple[dict[str, Any] | None, int], name: str, waits: int
 ):
+    unscales, groups = how
     run = run_on(GradScaler("cuda", group=groups_in_use(groups), **settings), name, "cuda:0", "cuda:1")
     for gradient in GRADIENTS:
         run.give(gradient)
