@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,52 +48,30 @@ def lines(completed: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in printed if line.strip() and not re.search(r"it/s|s/it", line)]
 
 
-def interrupted(
-    command: Sequence[str], environment: Mapping[str, str], folder: Path, begun: bytes = rb"\| [1-9]\d*/100000"
-) -> tuple[int, str]:
-    """Start a program, interrupt it once it has printed what ``begun`` matches, and return its status and errors.
-
-    It prints to a terminal, without which it has no progress bar that tells of its steps, which are 100,000.
-    """
-    terminal, end = pty.openpty()
-    # Without a size tqdm takes it for one with no room.
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+def interrupted(command: Sequence[str], folder: Path, begun: str) -> tuple[int, str]:
+    """Start a program, interrupt it once it has said that it has begun, and return its status and errors."""
     process = subprocess.Popen(
         command,
-        env=environment,
+        env=ENVIRONMENT | {"PYTHONUNBUFFERED": "1"},
         cwd=folder,
-        stdout=end,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         # So that the signal goes, as from a terminal, to a launcher and its ranks, and not to this process.
         start_new_session=True,
     )
-    os.close(end)
-    printed = threading.Thread(target=_drain, args=(terminal, seen := bytearray()))
-    printed.start()
+    assert process.stdout is not None
     try:
-        while not re.search(begun, seen):
-            assert process.poll() is None, seen
-            time.sleep(0.05)
+        assert any(begun in line for line in process.stdout)
+        time.sleep(2)
+        assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-        printed.join(20)
-        os.close(terminal)
     return process.returncode, errors
-
-
-def _drain(terminal: int, seen: bytearray):
-    """Read what is printed to a terminal, until nobody has it open any more."""
-    while True:
-        try:
-            part = os.read(terminal, 4096)
-        except OSError:
-            return
-        seen += part
 
 
 class Program(NamedTuple):
@@ -180,16 +153,6 @@ def table(text: list[str]) -> Table:
     return {name: dict(zip(titles, (float(n.rstrip("%")) for n in row), strict=True)) for name, *row in cells}
 
 
-class Shown(NamedTuple):
-    """What a run shows: skipped steps, steps taken and skipped in each run, the last line, and its picture."""
-
-    skips: list[str]
-    counts: dict[str, tuple[int, int]]
-    last: str
-    picture: str
-    also: Callable[[list[str], Table], None]
-
-
 def everybody(size: int) -> tuple[str, str]:
     return ("1 rank", "rank 0") if size == 1 else (f"{size} ranks", f"ranks {' '.join(map(str, range(size)))}")
 
@@ -222,53 +185,38 @@ def leaves_no_trace(_: list[str], rows: Table):
     assert abs(skipped) < 1
 
 
-def run_of(program: Program, size: int, name: str, arguments: str, skip: str, last: str, counts, also, tier=None):
-    """Return a row of the table, of a run with one skipped step."""
-    where, ranks = everybody(size)
-    picture = program.name.replace(".py", ".png")
-    told = last.format(where=where), picture, also
-    return case(program, size, name, arguments, Shown([skip.format(ranks=ranks)], counts, *told), tier=tier)
-
-
 SAME = "verified: weights and scaler state are bit-identical on {where}"
+ONE = f"{SAME}, which skipped as one"
+WITH_SCHEDULE = ONE.replace(" and", ", schedule and")
 
 
-def digits(size: int, rank: int, tier: str | None = None):
-    # 65536 doubles after 25 clean steps, and the overflow halves it.
-    skip = f"step 30: overflow seen by rank {rank} (injected); {{ranks}} skipped; scale 2^17 -> 2^16"
-    counts = {"fp32": (60, 0), "fp16, no scaling": (60, 0), "fp16 with gradscale": (59, 1)}
-    arguments = f"--steps 60 --inject 30:{rank}"
-    return run_of(DIGITS, size, f"rank-{rank}", arguments, skip, SAME, counts, keeps_gradients, tier)
+def run(program: Program, size: int, rank: int, steps: int, skip: str, names: str, last: str, also, more: str, **given):
+    """Return a row of the table, of runs of so many steps of which the last one skips one step."""
+    (where, ranks), (*clean, skipping) = everybody(size), names.split("; ")
+    counts = {**dict.fromkeys(clean, (steps, 0)), skipping: (steps - 1, 1)}
+    name = f"{given.pop('name', '')}rank-{rank}"
+    shown = [skip.format(rank=rank, ranks=ranks)], counts, last.format(where=where), also
+    return case(program, size, name, f"--steps {steps} {more.format(rank=rank)}", *shown, **given)
 
 
 def fsdp(method: str, size: int, rank: int):
     # DDP has averaged the gradients by then; a shard's overflow is seen by its owner alone.
-    seen = "{ranks}" if method == "DDP" else f"rank {rank}"
     # 65536 doubles after 10 clean steps.
-    skip = f"step 15: overflow injected on rank {rank}, seen by {seen}; {{ranks}} skipped; scale 2^17 -> 2^16"
-    counts = {"fp32 DDP": (20, 0), f"fp16 {method}, no scaling": (20, 0), f"fp16 {method}, gradscale": (19, 1)}
-    arguments = f"{'' if method == 'FSDP2' else f'--{method.lower()} '}--steps 20 --inject 15:{rank}"
-    return run_of(FSDP, size, f"{method}-rank-{rank}", arguments, skip, SAME, counts, keeps_gradients)
+    seen = "{ranks}" if method == "DDP" else "rank {rank}"
+    skip = f"step 15: overflow injected on rank {{rank}}, seen by {seen}; {{ranks}} skipped; scale 2^17 -> 2^16"
+    names = f"fp32 DDP; fp16 {method}, no scaling; fp16 {method}, gradscale"
+    more = f"{'' if method == 'FSDP2' else f'--{method.lower()} '}--inject 15:{{rank}}"
+    return run(FSDP, size, rank, 20, skip, names, SAME, keeps_gradients, more, name=f"{method}-")
 
 
-def rl(size: int, rank: int):
-    skip = f"step 2: overflow injected on rank {rank}, seen by rank {rank}; {{ranks}} skipped; scale 2^16 -> 2^15"
-    counts = {"bf16": (3, 0), "fp16, no scaling": (3, 0), "fp16, gradscale": (2, 1)}
-    last = "verified: weights, schedule and scaler state are bit-identical on {where}, which skipped as one"
-    arguments = f"--steps 3 --text-steps 10 --inject 2:{rank}"
-    return run_of(RL, size, f"rank-{rank}", arguments, skip, last, counts, rounds_finer_in_fp16)
-
-
-def spikes(size: int):
-    bad = f"rank {size - 1}"
-    # From the 65th step on losses are judged.
-    skip = f"step 70: spike injected on {bad}, seen by {bad}; {{ranks}} skipped"
-    names = ("no bad batch", "bad batches", "bad batches, clipped to 1")
-    counts = {**dict.fromkeys(names, (80, 0)), "bad batches, SkipSpikes": (79, 1)}
-    last = f"{SAME}, which skipped as one"
-    return run_of(SPIKES, size, "bad-batch", "--steps 80 --every 70", skip, last, counts, leaves_no_trace)
-
-
+# 65536 doubles after 25 clean steps, and the overflow halves it.
+DIGITS_SKIP = "step 30: overflow seen by rank {rank} (injected); {ranks} skipped; scale 2^17 -> 2^16"
+DIGITS_NAMES = "fp32; fp16, no scaling; fp16 with gradscale"
+RL_SKIP = "step 2: overflow injected on rank {rank}, seen by rank {rank}; {ranks} skipped; scale 2^16 -> 2^15"
+RL_NAMES, RL_MORE = "bf16; fp16, no scaling; fp16, gradscale", "--text-steps 10 --inject 2:{rank}"
+# From the 65th step on losses are judged.
+SPIKE = "step 70: spike injected on rank {rank}, seen by rank {rank}; {ranks} skipped"
+SPIKE_NAMES = "no bad batch; bad batches; bad batches, clipped to 1; bad batches, SkipSpikes"
 # The one device owns the shards of all four; 65536 doubles after 15 clean steps, and each overflow halves it.
 ON_DEVICES = [
     f"step {16 + device}: overflow injected on device {device}, seen by device {device * is_owner}; "
@@ -276,62 +224,54 @@ ON_DEVICES = [
     for is_owner, devices in ((0, "device 0"), (1, "devices 0 1 2 3"))
     for device in range(4)
 ]
+JAX_NAMES = ("fp32, 4 devices", "fp16, no scaling, 4 devices", "fp16 gradscale, 1 device", "fp16 gradscale, 4 devices")
 RUNS = [
-    digits(1, 0),
-    digits(2, 0, tier="ranks"),
-    digits(2, 1),
-    digits(3, 2),
+    *(
+        run(DIGITS, size, rank, 60, DIGITS_SKIP, DIGITS_NAMES, SAME, keeps_gradients, "--inject 30:{rank}", tier=tier)
+        for size, rank, tier in ((1, 0, None), (2, 0, "ranks"), (2, 1, None), (3, 2, None))
+    ),
     *(fsdp(method, 2, rank) for method, rank in (("FSDP2", 0), ("FSDP2", 1), ("FSDP1", 1), ("DDP", 1))),
     fsdp("FSDP2", 1, 0),
-    *(rl(size, size - 1) for size in (1, 2)),
-    spikes(2),
+    *(run(RL, n, n - 1, 3, RL_SKIP, RL_NAMES, WITH_SCHEDULE, rounds_finer_in_fp16, RL_MORE) for n in (1, 2)),
+    run(SPIKES, 2, 1, 80, SPIKE, SPIKE_NAMES, ONE, leaves_no_trace, "--every 70"),
     case(
-        JAX,
-        1,
-        "each-device",
-        "--steps 20 --inject 16:0 --inject 17:1 --inject 18:2 --inject 19:3",
-        Shown(
-            ON_DEVICES,
-            {
-                "fp32, 4 devices": (20, 0),
-                "fp16, no scaling, 4 devices": (20, 0),
-                "fp16 gradscale, 1 device": (16, 4),
-                "fp16 gradscale, 4 devices": (16, 4),
-            },
-            "verified: skipped steps, scales and scaler state are bit-identical on 1 device and on each of 4",
-            "train_jax.png",
-            compiles_once,
-        ),
+        *(JAX, 1, "each-device", "--steps 20 --inject 16:0 --inject 17:1 --inject 18:2 --inject 19:3", ON_DEVICES),
+        dict(zip(JAX_NAMES, [(20, 0)] * 2 + [(16, 4)] * 2, strict=True)),
+        "verified: skipped steps, scales and scaler state are bit-identical on 1 device and on each of 4",
+        compiles_once,
     ),
 ]
+SHOWN = ("program", "size", "arguments", "skips", "counts", "last", "also")
 
 
-def check_run(completed: subprocess.CompletedProcess[str], folder: Path, shown: Shown) -> list[str]:
-    """Assert what a run shows; return its lines."""
-    text = printed(completed)
-    assert [line for line in text if line.startswith("step ")] == shown.skips
-    assert text[-1] == shown.last
+def run_and_check(folder: Path, program: Program, size: int, arguments: str, *shown: Any, **options: Any) -> str:
+    """Run an example, and assert what it shows; return its first line."""
+    skips, counts, last, also = shown
+    text = printed(launch(program, folder, size, arguments, **options))
+    assert [line for line in text if line.startswith("step ")] == skips
+    assert text[-1] == last
     rows = table(text)
-    assert {name: (row["steps taken"], row["skipped"]) for name, row in rows.items()} == shown.counts
-    shown.also(text, rows)
-    assert [path.name for path in folder.iterdir()] == [shown.picture]
-    return text
+    assert {name: (row["steps taken"], row["skipped"]) for name, row in rows.items()} == counts
+    also(text, rows)
+    assert [path.name for path in folder.iterdir()] == [program.name.replace(".py", ".png")]
+    return text[0]
 
 
-@pytest.mark.parametrize(("program", "size", "arguments", "shown"), RUNS)
-def test_all_skip_where_one_overflows(tmp_path: Path, program: Program, size: int, arguments: str, shown: Shown):
-    text = check_run(launch(program, tmp_path, size, arguments), tmp_path, shown)
+@pytest.mark.parametrize(SHOWN, RUNS)
+def test_all_skip_where_one_overflows(tmp_path: Path, program, size, arguments, skips, counts, last, also):
+    first = run_and_check(tmp_path, program, size, arguments, skips, counts, last, also)
     if size == 1 and program in (FSDP, RL, SPIKES):
-        assert "for more: torchrun --nproc-per-node 2 " in text[0]
+        assert "for more: torchrun --nproc-per-node 2 " in first
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("program", "size", "arguments", "shown"), [fsdp(m, 1, 0) for m in ("FSDP2", "FSDP1", "DDP")])
-def test_one_process_trains_on_a_gpu(tmp_path: Path, program: Program, size: int, arguments: str, shown: Shown):
+@pytest.mark.parametrize(SHOWN, [fsdp(method, 1, 0) for method in ("FSDP2", "FSDP1", "DDP")])
+def test_one_process_trains_on_a_gpu(tmp_path: Path, program, size, arguments, skips, counts, last, also):
     if not require("torch").cuda.is_available():
         pytest.skip("torch sees no GPU")
-    completed = launch(program, tmp_path, size, arguments, environment={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"})
-    assert check_run(completed, tmp_path, shown)[0].startswith("1 rank, nccl on cuda")
+    visible = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"}
+    first = run_and_check(tmp_path, program, size, arguments, skips, counts, last, also, environment=visible)
+    assert first.startswith("1 rank, nccl on cuda")
 
 
 @pytest.mark.parametrize(("program", "size"), [case(DIGITS, 1, "learns"), case(JAX, 1, "learns")])
@@ -368,34 +308,11 @@ SPIKED_ALONE = "weights, skips or scaler state differ on 2 ranks"
 AT_STEP, AUTOCAST = "        activations = forward(weights, images[mine])\n", "        with autocast:\n"
 RAISING = "        if ranks.rank == 1:\n            raise ValueError('this rank fails')\n"
 FAILS = "ValueError: this rank fails"
-# What has an example give up after 20 steps, and what makes its weights NaN in step 30 of its scaled training.
-DIGITS_NAN = "    if step == 30 and run.is_scaled: optimizer.weights[0] = np.nan"
-FSDP_NAN = "    if step == 30 and run.is_scaled: torch.nn.init.constant_(next(model.parameters()), math.nan)"
-GIVES_UP = ('"history_size"] = options.steps', '"give_up_after"] = 20')
-STALLED = "TrainingStalledError: each step of the last 20 iterations was skipped: 20 for non-finite gradients"
-OF_MODEL, OF_WEIGHTS = (
-    "Cause: model. The gradient overflows at scale",
-    "Cause: weights. Weights hold inf or NaN, the most in",
-)
-# What is changed in an example, and what is said for it; by each rank, if it is told that its training has stalled.
+# What is changed in an example, and what is said for it.
 WRONG = [
     case(DIGITS, 3, "raises", "--steps 5", [(AT_STEP, RAISING + AT_STEP)], FAILS),
     case(FSDP, 2, "raises", "--steps 5", [(AUTOCAST, RAISING + AUTOCAST)], FAILS),
     case(DIGITS, 2, "no-mpi4py", "", [NO_MPI4PY], "mpiexec started 2 processes, and mpi4py cannot be used"),
-    case(
-        DIGITS,
-        2,
-        "nan",
-        "--steps 90",
-        [GIVES_UP, before("        # Every rank draws", DIGITS_NAN)],
-        OF_MODEL,
-        tier="ranks",
-    ),
-    case(
-        *(FSDP, 2, "nan", "--steps 60"),
-        [("history_size=options.steps, ", "give_up_after=20, "), before("        windows = draw", FSDP_NAN)],
-        OF_WEIGHTS,
-    ),
     case(DIGITS, 3, "state", "--steps 5", COUNTED, STATES),
     case(FSDP, 2, "steps", "--steps 1", STEPPED, STATES),
     case(RL, 2, "skips", ON_RL, [("view(-1)[0] = math.inf", "view(-1)[0] = 0.0")], SKIPS),
@@ -413,9 +330,7 @@ def test_a_run_that_goes_wrong_ends_on_all_ranks_says_why_and_is_not_verified(
     completed = launch(program, tmp_path, size, arguments, *changes)
     assert completed.returncode != 0
     assert "verified" not in completed.stdout
-    if said.startswith("Cause"):
-        assert completed.stderr.count(STALLED) == completed.stderr.count(said) == size, completed.stderr
-    elif said == FAILS or "mpi4py" in said:
+    if said == FAILS or "mpi4py" in said:
         assert said in completed.stderr
         assert completed.stderr.count(FAILS) <= 1, completed.stderr
     else:
@@ -470,17 +385,16 @@ def test_help_shows_how_to_run_it(tmp_path: Path, program: Program, size: int):
     ("program", "size", "arguments", "begun", "status"),
     [
         # torchrun ends with 1, and with a traceback of its own, when it is interrupted.
-        case(FSDP, 2, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 1),
-        case(JAX, 1, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 130),
-        case(LIGHTNING, 1, "steps", "--epochs 1000", rb"overflow", 130),
+        case(FSDP, 2, "steps", "--steps 100000", "gloo on cpu", 1),
+        case(JAX, 1, "steps", "--steps 100000", "4 devices, cpu", 130),
+        case(LIGHTNING, 1, "steps", "--epochs 1000", "overflow", 130),
     ],
 )
 def test_an_interrupted_run_ends_promptly(
-    tmp_path: Path, program: Program, size: int, arguments: str, begun: bytes, status: int
+    tmp_path: Path, program: Program, size: int, arguments: str, begun: str, status: int
 ):
     need(program, size)
-    command = program.command(size, EXAMPLES / program.name, *arguments.split())
-    ended, errors = interrupted(command, ENVIRONMENT, tmp_path, begun)
+    ended, errors = interrupted(program.command(size, EXAMPLES / program.name, *arguments.split()), tmp_path, begun)
     assert ended == status
     assert errors.count("interrupted\n") == 1, errors
     assert "KeyboardInterrupt" not in errors
@@ -509,12 +423,10 @@ def test_lightning_skips_each_overflow_and_its_checkpoint_serves_torchs_scaler(t
     ]
     early = [step for step in steps if step <= 24]
     scale, clean = 2.0 ** (16 - len(early)), 24 - early[-1]
-    assert text[:-2] == [
-        *("4 epochs in one run", *halvings),
-        *("2 epochs, and a checkpoint", *halvings[: len(early)]),
-        f"  saved: scale {scale:g}, {clean} clean steps of 40",
-        *("2 more epochs, from the checkpoint", *halvings[len(early) :]),
-    ]
+    told = f"  saved: scale {scale:g}, {clean} clean steps of 40"
+    # In one run, up to the checkpoint, and from there.
+    parts = [*halvings, *halvings[: len(early)], told, *halvings[len(early) :]]
+    assert [line for line in text if line.startswith("  ")] == parts
     assert text[-2].endswith(f" after {48 - len(steps)} steps, and {len(steps)} skipped")
     assert text[-1] == LIKE_ONE_RUN
     assert [path.name for path in tmp_path.iterdir()] == ["digits.ckpt"]
