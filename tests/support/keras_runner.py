@@ -1,7 +1,7 @@
 """Runs as a process of its own, since Keras takes its backend when it is imported: the class for it, and Keras's own.
 
-``recipe`` runs the recipe and Keras's own scaler, and goes on with and without having been saved; ``calls`` uses the
-class without ``fit``; ``weights`` saves weights alone. Each asserts what must come of it.
+``calls`` uses the class without ``fit``; ``weights`` saves weights alone; ``recipe`` runs the recipe and Keras's own
+scaler, and goes on with and without having been saved. Each asserts what must come of it.
 """
 
 from __future__ import annotations
@@ -216,4 +216,6 @@ def weights(folder: Path):
 IS_JAX = keras.config.backend() == "jax"
 
 if __name__ == "__main__":
-    {"recipe": recipe, "calls": calls, "weights": weights}[sys.argv[1]](Path(sys.argv[2]))
+    # The last one sets the dtypes of all that follows.
+    for what in (calls, weights, recipe):
+        what(Path(sys.argv[1]))
