@@ -12,11 +12,11 @@ import pytest
 from axes import require
 from commands import python
 from cupy_devices import launch_counter, require_cupy
-from exactness import assert_same, oracle
+from exactness import assert_same, isfinite, oracle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradscale import DynamicScale
+from gradscale import StaticScale
 
 # For its package, which cannot be imported without.
 require("cupy")
@@ -40,17 +40,17 @@ ALL_PAIRS = [*HERE, ("complex64", "complex64"), ("complex128", "complex128")]
 SCALES = [1.0, 65536.0, 2.0**-10, 3.0, 1e-3, 2.0**127, 2.0**-126]
 
 
-def inverse(scale: float):
-    return np.float32(1.0 / np.float64(np.float32(scale)))
-
-
 def product(x, factor, target: str):
     """Return what NumPy makes of it."""
     return oracle(x, np.dtype(TYPES[target]), factor)[0]
 
 
+def state_of(cupy, scale: float):
+    return StaticScale(scale).init(cupy.zeros((), np.float32))
+
+
 @pytest.fixture
-def chunked(cupy, cupy_backend, monkeypatch: pytest.MonkeyPatch):
+def chunked(cupy_backend, monkeypatch: pytest.MonkeyPatch):
     """Return what makes kernels take so many elements for each block; they must take all arrays."""
 
     def choose(chunk: int):
@@ -61,33 +61,9 @@ def chunked(cupy, cupy_backend, monkeypatch: pytest.MonkeyPatch):
 
         monkeypatch.setattr(adapter, "CHUNK", chunk)
         monkeypatch.setattr(adapter, "plan", plan)
-        return Kernels(cupy, cupy_backend)
+        return cupy_backend
 
     return choose
-
-
-class Kernels:
-    """The adapter, of NumPy's arrays."""
-
-    def __init__(self, cupy, backend):
-        self.cupy, self._backend = cupy, backend
-
-    def unscale(self, sources: list[Any], targets: list[Any], scale: float) -> int:
-        """Write targets, device arrays or where they are the sources; return the verdict."""
-        return int(self._backend.unscale(sources, self._state(scale), out=targets)[1])
-
-    def square(self, sources: list[Any], targets: list[Any], scale: float) -> tuple[int, float]:
-        """Do the same with the kernels that sum squares; return the verdict and the sum."""
-        _, verdict, squares = self._backend.unscale_with_squares(sources, self._state(scale), out=targets)
-        return int(verdict), float(squares)
-
-    def clip(self, arrays: list[Any], factor):
-        """Multiply device arrays."""
-        self._backend.multiply_in_place(arrays, self.cupy.asarray(factor))
-
-    def _state(self, scale: float):
-        state = DynamicScale().init(self.cupy.zeros((), np.float32))
-        return state._replace(scale=self.cupy.asarray(scale, dtype=np.float32))
 
 
 def test_the_comparison_sees_each_wrong_answer():
@@ -100,7 +76,7 @@ def test_the_comparison_sees_each_wrong_answer():
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("source", "target"), HERE, ids=lambda name: name)
-def test_any_bits_become_what_numpy_makes_of_them(chunked, source: str, target: str, scale: float):
+def test_any_bits_become_what_numpy_makes_of_them(cupy, chunked, source: str, target: str, scale: float):
     rng = np.random.default_rng(0)
     width = np.dtype(TYPES[source]).itemsize
     # Half precision has few enough numbers to take them all; of the others some lie close to where rounding changes.
@@ -113,19 +89,18 @@ def test_any_bits_become_what_numpy_makes_of_them(chunked, source: str, target: 
             between = (halves + np.roll(halves, 1)) / 2 * np.float32(scale)
             beside = np.nextafter(between, np.float32(0))
         x = np.concatenate([x, halves, between, beside])
-    kernels = chunked(1000)
-    made = kernels.cupy.zeros(x.shape, TYPES[target])
-    assert kernels.unscale([kernels.cupy.asarray(x)], [made], scale) == 1
-    assert_same(made.get(), product(x, inverse(scale), target))
+    made = cupy.zeros(x.shape, TYPES[target])
+    assert chunked(1000).unscale([cupy.asarray(x)], state_of(cupy, scale), out=[made])[1] == 1
+    assert_same(made.get(), product(x, np.float32(1.0 / np.float64(np.float32(scale))), target))
 
 
 @pytest.mark.parametrize(("source", "target"), ALL_PAIRS, ids=lambda name: name)
 @given(data=st.data())
-def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
-    chunked, source: str, target: str, data: st.DataObject
+def test_arrays_of_any_place_and_shape_are_unscaled_and_judged_and_nothing_beside_them(
+    cupy, chunked, source: str, target: str, data: st.DataObject
 ):
-    kernels = chunked(data.draw(st.integers(1, 70), label="chunk"))
-    cupy, rng = kernels.cupy, np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    backend = chunked(data.draw(st.integers(1, 70), label="chunk"))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
     sources, targets, rooms, expected = [], [], [], []
     in_place = source == target and data.draw(st.booleans(), label="in place")
     for _ in range(data.draw(st.integers(1, 5), label="arrays")):
@@ -134,20 +109,24 @@ def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
         order = list(range(len(shape)))
         if data.draw(st.booleans(), label="turned"):
             order = data.draw(st.permutations(order), label="order")
-        values = (rng.standard_normal(shape) * 100).astype(TYPES[source])
+        values = np.asarray(rng.standard_normal(shape) * 100).astype(TYPES[source])
+        if values.size and data.draw(st.booleans(), label="bad"):
+            place = data.draw(st.integers(0, values.size - 1), label="place")
+            values.reshape(-1)[place] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]), label="value")
         x = _placed(cupy, values, offsets[0])[1].transpose(order)
         room, y = _placed(cupy, np.full(shape, 7, TYPES[target]), offsets[1])
         sources.append(x)
         targets.append(x if in_place else y.transpose(order))
         rooms.append((room, y))
-        expected.append(product(values, inverse(3.0), target).transpose(order))
+        expected.append(product(values, np.float32(1 / 3), target).transpose(order))
+    state = state_of(cupy, 3.0)
     if data.draw(st.booleans(), label="squares"):
-        verdict, squares = kernels.square(sources, targets, 3.0)
+        _, verdict, squares = backend.unscale_with_squares(sources, state, out=targets)
         parts = [part.astype(np.float64) for x in expected for part in (x.real, x.imag)]
-        assert squares == pytest.approx(sum(float(np.sum(part * part)) for part in parts), rel=1e-12)
-        assert verdict == 0
+        assert float(squares) == pytest.approx(sum(float(np.sum(part * part)) for part in parts), 1e-12, nan_ok=True)
     else:
-        assert kernels.unscale(sources, targets, 3.0) == 0
+        verdict = backend.unscale(sources, state, out=targets)[1]
+    assert bool(verdict > 0) is not all(isfinite(x).all() for x in expected)
     for got, answer, (room, written) in zip(targets, expected, rooms, strict=True):
         assert_same(np.ascontiguousarray(got.get()), np.ascontiguousarray(answer))
         written[...] = 7
@@ -164,13 +143,12 @@ def _placed(cupy, values, offset: int):
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 0.3, 0.0, 1.5, np.nan])
 @pytest.mark.parametrize("dtype", dict(ALL_PAIRS))
-def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(chunked, dtype: str, factor: float):
-    kernels, rng = chunked(64), np.random.default_rng(0)
+def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(cupy, chunked, dtype: str, factor: float):
+    rng, by = np.random.default_rng(0), np.array(factor, np.float32)
     shapes: list[tuple[int, ...]] = [(), (3,), (0,), (9, 8), (700,)]
     before = [np.asarray(100 * rng.standard_normal(shape)).astype(TYPES[dtype]) for shape in shapes]
     before.append(np.array([np.inf, -np.inf, np.nan, -0.0, 0.0], TYPES[dtype]))
-    by, arrays = np.array(factor, np.float32), [kernels.cupy.asarray(x) for x in before]
-    kernels.clip(arrays, by)
+    arrays = chunked(64).multiply_in_place([*map(cupy.asarray, before)], cupy.asarray(by))
     for got, x in zip(arrays, before, strict=True):
         assert_same(got.get(), product(x, by, dtype) if factor < 1.0 else x)
 

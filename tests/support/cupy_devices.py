@@ -11,11 +11,6 @@ import numpy as np
 import pytest
 from axes import leave_out_gpu, require
 
-__all__ = [
-    *("array_on", "capture", "device_fails", "launch_counter", "nccl_fails", "require_cupy"),
-    *("require_device_count", "stall"),
-]
-
 _STALL = 'extern "C" __global__ void stall(int ms) { for (int k = 0; k < ms; ++k) __nanosleep(1000000); }'
 
 
