@@ -1,22 +1,25 @@
-"""JaxBackend: the pure core's bits, one compiled pass, placement on devices and meshes, float64 on and off."""
+"""JaxBackend: the pure core's bits, placement on devices and meshes, float64 on and off, and clipping over meshes."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import ml_dtypes
 import numpy as np
 import pytest
-from axes_jax import COUNT, gradscale_jax, jax, jnp, on_mesh, x64_mode
+from axes_jax import COUNT, P, assert_same_bits, devices, gradscale_jax, jax, jnp, on_mesh, x64_mode
 from libraries import opened
 from optimizers import Tree
+from scenarios import Around
 from tiers import later
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidTypeError, registry
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler, registry
 from gradscale.core.backend import Backend
 from gradscale.core.summaries import Summary
+from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.jax
 
@@ -72,7 +75,7 @@ def test_a_state_is_made_where_it_can_meet_the_array():
         assert all(field.committed and field.devices() == like.devices() for field in state)
         assert all(field.is_fully_replicated for field in state)
         # Nothing is refused for being elsewhere: states, gradients and counts of any placement.
-        for grads in ([spread], [last], [jnp.ones(2)], [spread, last, jnp.full(2, math.inf)]):
+        for grads in ([last], [jnp.ones(2)], [spread, last, jnp.full(2, math.inf)]):
             for used in (free, state):
                 unscaled, nonfinite = gradscale.unscale(grads, used)
                 scaled = gradscale.scale(grads, used)
@@ -109,20 +112,6 @@ def test_no_scale_makes_gradients_vanish(scale: float):
             assert np.frexp(stored)[0] != 0.5 or np.asarray(got).real.tolist() == expected.tolist()
 
 
-def test_a_scaler_outside_jit_follows_every_change_of_the_scale():
-    scaler, optimizer, w = GradScaler(init_scale=1024.0), Tree(), jnp.ones(2)
-    gradient = jax.grad(lambda w, x: scaler.scale(jnp.sum(w * x)))
-    compiled = jax.jit(gradient)
-    for x in (1.0, math.inf, 1.0, 1.0):
-        optimizer.grads = gradient(w, x)
-        scaler.step(optimizer)
-        scaler.update()
-        # Compiled, the scale of this moment would stay.
-        with pytest.raises(InvalidTypeError, match=r"scale\(\) was called in a function that jax traces"):
-            compiled(w, x)
-    assert [seen.tolist() for seen in optimizer.seen] == [[1.0, 1.0]] * 3
-
-
 def test_float64_is_used_for_factors_exactly_while_it_is_switched_on():
     # float32(1.1) differs from 1.1, and the products from each other.
     policy = DynamicScale(init_scale=7.0, growth_factor=1.1, growth_interval=1)
@@ -131,11 +120,6 @@ def test_float64_is_used_for_factors_exactly_while_it_is_switched_on():
         with x64_mode(x64):
             state = policy.update(policy.init(jnp.zeros(())), nonfinite=jnp.zeros((), dtype=jnp.int32))
             assert float(state.scale) == expected[x64]
-
-
-def test_a_traced_verdict_cannot_be_read():
-    with pytest.raises(InvalidTypeError, match=r"outside jit, or use gradscale_jax\.value_and_grad"):
-        jax.jit(BACKEND.read)(jnp.zeros(3, dtype=jnp.int32))
 
 
 def test_integers_and_float0_pass_through():
@@ -151,6 +135,11 @@ def test_integers_and_float0_pass_through():
     scaler.step(optimizer)
     assert (optimizer.grads[0] is none, optimizer.grads[1].tolist()) == (True, [2.0])
     assert gradscale_jax.select(jnp.asarray(True), [none], [none])[0] is none
+    # What a checkpoint brings.
+    assert gradscale_jax.scale(2.0, state).item() == 4.0
+    for function in (gradscale_jax.unscale, jax.jit(gradscale_jax.unscale)):
+        assert float(function({"a": np.ones(1, np.float32), "b": jnp.ones(1)}, state)[0]["a"][0]) == 0.5
+    assert isinstance(gradscale_jax.select(jnp.asarray(False), jnp.ones(1), np.zeros(1, np.float32)), jax.Array)
 
 
 @pytest.mark.parametrize("growth", [1.7, 2.04])
@@ -189,10 +178,89 @@ def test_arrays_on_several_devices_and_spread_over_them_are_summarized_at_once()
 @pytest.mark.parametrize("make", [GradScaler, gradscale.StepGuard])
 def test_a_loss_is_judged_where_grad_differentiates_what_a_scaler_has_scaled(make):
     scaler, tree = make(skip=gradscale.SkipSpikes(above=7.0, of="loss")), Tree()
-    for target, reason in ((1.0, "stepped"), (3.0, "spike"), (1.0, "stepped")):
+    for target, reason in ((1.0, "stepped"), (3.0, "spike"), (math.inf, "overflow"), (1.0, "stepped")):
         tree.grads = jax.grad(lambda w, target=target: scaler.scale(jnp.sum((w - target) ** 2)))(jnp.zeros(1))
         scaler.step(tree)
         scaler.update()
         assert scaler.last_step(tree).reason == reason
+    # By the scale of each moment.
+    assert [seen.tolist() for seen in tree.seen] == [[-2.0], [-2.0]]
     with pytest.raises(InvalidTypeError, match=r"needs a value, got .*loss=False"):
         jax.vmap(jax.grad(lambda w: scaler.scale(w)))(jnp.zeros(2))
+
+
+# unscale_(max_norm=) over a mesh: explicit and automatic axes, split and whole, the loss anywhere.
+
+
+SCALE = 1024.0
+# The row in which a loss and gradients are furthest from each other is for each change.
+QUICK = ("Explicit", "split", "device")
+# Integers, whose squares have the same sum in any order.
+DRAWN = np.random.default_rng(0).integers(-13, 14, 64).astype(np.float32)
+VALUES = [DRAWN[:16].reshape(8, 2), DRAWN[16:].reshape(4, 12).astype(np.float16), DRAWN[0]]
+
+
+class Beside(Around):
+    """A group of ranks with devices of their own: what they send passes through the host, as MPI's does."""
+
+    def start_max(self, x, /):
+        finish = super().start_max(np.asarray(x))
+        return lambda: jax.device_put(finish(), x.sharding)
+
+
+def clip_once(scaler, grads, loss, **clip):
+    """Make one iteration; return the norm, the clipped gradients and how many steps were made."""
+    tree = Tree(list(grads))
+    scaler.scale(loss)
+    norm = scaler.unscale_(tree, max_norm=1.0, **clip)
+    found = [np.asarray(grad) for grad in tree.grads]
+    for before, after in zip(grads, tree.grads, strict=True):
+        assert after.sharding.is_equivalent_to(before.sharding, before.ndim)
+    scaler.step(tree)
+    scaler.update()
+    return float(norm), found, tree.steps
+
+
+@pytest.mark.parametrize("norm_over", [None, *later("ranks", "group"), *later("all", "rank")])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id="-".join(row), marks=[] if row == QUICK else pytest.mark.tier("ranks"))
+        for row in itertools.product(("Explicit", "Auto"), ("split", "whole"), ("mesh", "device"))
+    ],
+)
+def test_gradients_over_a_mesh_are_clipped_as_on_one_device_and_by_ranks_alike(
+    row: tuple[str, str, str], norm_over: str | None
+):
+    kind, spec, where = row
+    if jax.__version_info__ < (0, 8) and (kind, where) == ("Explicit", "device"):
+        pytest.skip("JAX 0.7 computes with explicit shardings in a mesh context only")
+    of_ranks = [VALUES] if norm_over is None else [[x * times for x in VALUES] for times in np.float16([3, 4])]
+
+    def train(rank: int, scaler, **clip):
+        share = COUNT // len(of_ranks)
+        among = np.asarray(devices()[rank * share : (rank + 1) * share])
+        over = jax.sharding.Mesh(among, ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+        def placed(x, is_split: bool):
+            return jax.device_put(x, jax.sharding.NamedSharding(over, P(*["d"] * (is_split and x.ndim > 0))))
+
+        loss = placed(jnp.ones(()), False) if where == "mesh" else jax.device_put(jnp.ones(()), among[0])
+        values = of_ranks[rank]
+        grads, bad = ([placed(x * x.dtype.type(by), spec == "split") for x in values] for by in (SCALE, math.nan))
+        *found, steps = clip_once(scaler, grads, loss, **clip)
+        together = [x for each in of_ranks for x in each] if norm_over == "group" else values
+        # All of it on one device.
+        *wanted, _ = clip_once(GradScaler(init_scale=SCALE), [jnp.asarray(x) * SCALE for x in together], jnp.ones(()))
+        begin = len(VALUES) * rank * (norm_over == "group")
+        assert_same_bits(found, [wanted[0], wanted[1][begin : begin + len(VALUES)]])
+        assert found[0] == np.float32(math.sqrt(sum(float((x.astype(float) ** 2).sum()) for x in together)))
+        assert (steps, clip_once(scaler, bad, loss, **clip)[2], scaler.get_scale()) == (1, 0, SCALE / 2)
+
+    def train_rank(group: ThreadCollectives):
+        train(group.rank, ShardedGradScaler(group=Beside(group), init_scale=SCALE), norm_over=norm_over)
+
+    if norm_over is None:
+        train(0, GradScaler(init_scale=SCALE))
+    else:
+        run_ranks(2, train_rank)

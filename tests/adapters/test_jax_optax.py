@@ -1,48 +1,33 @@
-"""scaled: what it takes and refuses, where its state is made, found and loaded, and which losses it judges."""
+"""scaled: where its state is made and found, which losses it judges, what it counts, and the loop on the page."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+import io
 
 import numpy as np
 import pytest
 from axes import require
 from axes_jax import assert_same_bits, gradscale_jax, jax, jnp, mesh, on_mesh
-from jax_programs import WAYS
+from recipe_blocks import JAX_PAGE, run_on
 
 import gradscale
-from gradscale import CallOrderError, InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale
+from gradscale import InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale, TrainingStalledError
 
 optax = require("optax")
 pytestmark = pytest.mark.jax
 
 POLICY = gradscale.DynamicScale(init_scale=1024.0, growth_interval=2)
 ADAM, SGD = optax.adam(0.1), optax.sgd(1.0)
+RULES = [None, *(SkipSpikes(window=4, of=of) for of in ("loss", ("loss", "norm")))]
 
 
 def scaled(tx=ADAM, **options):
     return gradscale_jax.scaled(tx, POLICY, **options)
 
 
-def test_state_in_which_an_epsilon_is_zero_is_refused_unless_a_dtype_is_given():
-    refused = pytest.raises(InvalidTypeError, match=r"got float\d.* in tx.init\(params\)\[0\].mu\['w'\].*jnp.float32\)")
-    for dtype in ("float16", "float8_e4m3fn", "float8_e5m2"):
-        narrow = {"w": jnp.ones(2, dtype)}
-        for init in (scaled().init, lambda given: scaled().init(jax.device_get(given))):
-            with refused:
-                init(narrow)
-        with refused:
-            jax.eval_shape(scaled().init, narrow)
-    for dtype in ("bfloat16", "float32", "complex64", "int32"):
-        scaled().init({"w": jnp.ones(2, dtype)})
-    # Not of the parameters.
-    scaled(optax.adam(0.1, mu_dtype="float16")).init({"w": jnp.ones(2)})
-    scaled(dtype=jnp.float16).init({"w": jnp.ones(2, jnp.float16)})
-    for tx, dtype, rtol in ((scaled(dtype=jnp.float32), jnp.float16, 1e-4), (scaled(), jnp.float32, 1e-3)):
-        params, narrow = {"w": jnp.ones(2, dtype)}, {"w": jnp.asarray([1024.0, 0.0], jnp.float16)}
-        updates, _ = jax.jit(tx.update)(narrow, tx.init(params), params)
-        # The second is an unused row, whose gradient is 0.
-        np.testing.assert_allclose(updates["w"], [-0.1, 0.0], rtol=rtol)
+ONE = scaled(SGD)
+PARAMS, MASKED, GRADS = {"a": jnp.ones(()), "b": jnp.ones(())}, {"a": True, "b": False}, jnp.ones(2)
 
 
 @pytest.mark.tier("ranks")
@@ -98,82 +83,6 @@ def test_gradients_of_integers_pass_by_an_inner_mask(value: float):
     # An integer has no norm.
     assert state.windows.values[0, -2:].tolist() == [np.float32(2.0) ** 0.5 if is_clean else 0.0] * 2
     np.testing.assert_array_equal(updates["ids"], np.arange(3) * is_clean)
-
-
-# What is refused.
-
-
-ONE = scaled(SGD)
-PARAMS, MASKED = {"a": jnp.ones(()), "b": jnp.ones(())}, {"a": True, "b": False}
-HALF, WIDE, RESTORED = {"a": jnp.ones((), jnp.bfloat16)}, {"a": jnp.ones(())}, optax.MaskedState(ONE.init(PARAMS))
-TEXTS = scaled(optax.stateless(lambda updates, _: dict.fromkeys(updates, "0.1")))
-OF_LOSS, GRADS = scaled(SGD, skip=SkipSpikes(of="loss")), jnp.ones(2)
-PARTED = optax.partition({"x": ONE, "y": SGD}, {"a": "x", "b": "y"})
-VALUE, TYPE = InvalidValueError, InvalidTypeError
-REFUSED = {
-    "in masked": (VALUE, lambda: optax.masked(ONE, MASKED).init(PARAMS), r"still scaled.*scaled\(optax.masked"),
-    "in a part": (VALUE, lambda: PARTED.init(PARAMS), r"still scaled.*masked"),
-    "restored": (VALUE, lambda: optax.masked(ONE, MASKED).update(PARAMS, RESTORED, PARAMS), "MaskedNode"),
-    "in a chain": (VALUE, lambda: scaled(optax.chain(optax.identity(), ONE)).init(PARAMS), "twice"),
-    "in MultiSteps": (VALUE, lambda: scaled(optax.MultiSteps(ONE, 2)).init(PARAMS), "twice"),
-    "integers": (VALUE, lambda: scaled(SGD, dtype=jnp.int32).init(HALF), "dtype must be a real floating dtype"),
-    "no state": (TYPE, lambda: scaled().update(HALF, optax.EmptyState(), HALF), "the state must be the one"),
-    "a text": (TYPE, lambda: scaled().update({"a": "text"}, scaled().init(HALF), HALF), "array"),
-    "wide": (TYPE, lambda: scaled().update(WIDE, scaled().init(HALF), HALF), "got float32 .* bfloat16 .*=jnp.float32"),
-    "texts": (TYPE, lambda: TEXTS.update(HALF, TEXTS.init(HALF)), "an update of tx cannot be read, got TypeError"),
-    "no axis": (CallOrderError, lambda: scaled(axis_name="x").update(HALF, scaled().init(HALF), HALF), "not bound"),
-    "no rule": (TYPE, lambda: scaled(SGD, skip=6.0), "skip must be a SkipSpikes"),
-    "no loss": (VALUE, lambda: OF_LOSS.update(GRADS, OF_LOSS.init(GRADS)), r"losses alone, and .*\(.* value=loss\)"),
-}
-REFUSED |= {
-    type(tx).__name__: (TYPE, lambda tx=tx: scaled(tx), r"tx must be an optax.GradientTransformation.*got")
-    for tx in (None, "adam", 0.1, POLICY)
-}
-REFUSED |= {
-    f"loss of {wrong!r}": (
-        TYPE,
-        lambda wrong=wrong: OF_LOSS.update(GRADS, OF_LOSS.init(GRADS), value=wrong),
-        "value must be the loss, a number or a real floating array of one",
-    )
-    for wrong in (True, "7.5", GRADS, jnp.asarray(7), jnp.asarray(1j))
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_fit_is_refused(what: str):
-    error, call, message = REFUSED[what]
-    with pytest.raises(error, match=message):
-        call()
-
-
-RULES = [None, SkipSpikes(window=8), *(SkipSpikes(window=4, of=of) for of in ("loss", "norm", ("loss", "norm")))]
-
-
-def test_windows_of_another_rule_or_of_none_are_kept_and_refused():
-    for made, used in ((a, b) for a in RULES for b in RULES if a is not b):
-        with pytest.raises(InvalidTypeError, match=r"got windows of shape .*: begin with init"):
-            scaled(SGD, skip=used).update(GRADS, scaled(SGD, skip=made).init(GRADS), value=1.0)
-    windows = scaled(SGD, skip=RULES[-1]).init(PARAMS).windows
-    state = ONE.init(PARAMS)._replace(windows=windows)
-    assert str(state.windows) == str(windows)
-    restored = state._replace(windows=None)
-    assert restored.windows is None
-    for rule, given, shape in (
-        *((rule, state, r".*unnamed': \(2, 4\)}") for rule in (None, RULES[-1])),
-        (RULES[-1], restored, "None"),
-    ):
-        with pytest.raises(InvalidTypeError, match=rf"got windows of shape {shape}: begin with"):
-            scaled(SGD, skip=rule).update(PARAMS, given, value=1.0)
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("way", ["flax-bytes", "orbax"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
-def test_windows_of_losses_are_not_loaded_as_windows_of_norms(tmp_path: Path, way: str):
-    of_loss, of_norm = (scaled(SGD, skip=rule).init(GRADS) for rule in RULES[2:4])
-    WAYS[way](of_loss, of_loss, tmp_path / "same")
-    with pytest.raises(ValueError, match="gradscale_norm"):
-        WAYS[way](of_loss, of_norm, tmp_path / "other")
 
 
 # Losses.
@@ -243,7 +152,7 @@ def test_no_state_and_several_states_are_errors_that_name_the_number(read):
 
 
 ATTRIBUTES = ("scale_state", "inner_state", "verdict", "skipped", "windows")
-some_rules = pytest.mark.parametrize("rule", RULES[::2], ids=["overflows", "loss", "both"])
+some_rules = pytest.mark.parametrize("rule", RULES, ids=["overflows", "loss", "both"])
 
 
 @pytest.mark.tier("ranks")
@@ -285,3 +194,129 @@ def test_a_state_keeps_and_shows_what_stands_in_place_of_arrays(rule):
     placed = jax.jit(lambda state: state, out_shardings=state._replace(**dict.fromkeys(ATTRIBUTES, everywhere)))(state)
     assert {leaf.sharding for leaf in jax.tree.leaves(placed)} == {everywhere}
     assert str(placed.windows) == str(state.windows)
+
+
+# Steps that are counted.
+
+
+def with_optax(**options):
+    """Return a first state, and a step of ``scaled``: (verdict, state) of a state and a loss that is its gradient."""
+    tx = scaled(optax.set_to_zero(), **options)
+
+    def step(state, x):
+        _, state = tx.update(x * gradscale_jax.scale_state(state).scale, state, value=x)
+        return gradscale_jax.verdict_of(state), state
+
+    return tx.init(jnp.ones(())), step
+
+
+def without_optax(**options):
+    """Return the same of ``value_and_grad``."""
+    differentiate = gradscale_jax.value_and_grad(lambda w, x: w * x, POLICY, **options)
+
+    def step(state, x):
+        made = differentiate(state, jnp.ones(()), x)
+        return made.verdict, made.state
+
+    return differentiate.init(jnp.ones(())), step
+
+
+def test_a_warning_says_that_the_weights_hold_nan_and_only_what_it_can_see():
+    policy = StaticScale(1.0)
+    differentiate = gradscale_jax.value_and_grad(lambda w: w * jnp.nan, policy, warn_after=4)
+    state = differentiate.init(GRADS)
+    for _ in range(4):
+        _, _, verdict, state = differentiate(state, jnp.ones(()))
+    params = {"head": [jnp.ones(2), jnp.asarray([1.0, jnp.nan])], "step": jnp.int32(1), "f": len}
+    words = "each step of the last 4 iterations was skipped: 4 for non-finite gradients (inf or NaN); "
+    for given, cause in (
+        (params, "Cause: weights. Weights hold inf or NaN, the most in \"['head'][1]\""),
+        (None, ""),
+        ({"w": jnp.ones(2)}, ""),
+    ):
+        with pytest.warns(gradscale.TrainingStalledWarning) as told:
+            verdict.check(policy, given)
+        (said,) = (str(one.message) for one in told)
+        assert {one.filename for one in told} == {__file__}
+        assert said.partition(". ")[0] == f"{words}no weight has changed since"
+        # Nothing was scaled.
+        assert "scale" not in said
+        assert said.partition(". ")[2].startswith(cause)
+        assert bool(cause) is ("Weights" in said)
+
+
+@pytest.mark.parametrize("loop", [with_optax, without_optax], ids=["scaled", "value_and_grad"])
+def test_nothing_is_counted_unless_it_is_asked_for(loop):
+    rule, good = SkipSpikes(above=5.0, of="loss"), np.float32(2.0)
+    (plain, step), (counting, _) = loop(), loop(give_up_after=20)
+    assert len(jax.tree.leaves(counting)) == len(jax.tree.leaves(plain)) + 1
+    for state in (plain, counting) if loop is with_optax else ():
+        # A field is stored as in versions that counted nothing.
+        assert jax.tree.structure(state._replace(verdict=state.verdict)) == jax.tree.structure(state)
+    assert loop is without_optax or len(plain[2]) == 6
+    with pytest.raises(gradscale.CallOrderError, match="counted with warn_after= or give_up_after="):
+        step(plain, good)[0].counts()
+    for state, options in ((plain, {"give_up_after": 20}), (counting, {"skip": rule}), (plain, {"skip": rule})):
+        with pytest.raises(InvalidTypeError, match=r"begin with init|must be a ScaleState"):
+            loop(**options)[1](state, good)
+    for name, value in (("warn_after", 0), ("give_up_after", 2.5)):
+        with pytest.raises(gradscale.GradscaleError, match=name):
+            loop(**{name: value})
+
+
+# The loop on the page.
+
+
+def batches(count: int, seed: int = 0):
+    generator = np.random.default_rng(seed)
+    inputs = generator.normal(size=(count, 8, 4)).astype(np.float32)
+    return [(x, x @ np.float32([1, -2, 3, -4])) for x in inputs]
+
+
+def page():
+    with contextlib.redirect_stdout(io.StringIO()):
+        return run_on(JAX_PAGE, "bfloat16", batches=batches(30), more_batches=batches(200, 1))
+
+
+@pytest.fixture(scope="module", name="names")
+def _names():
+    return page()
+
+
+def test_the_page_trains_and_resumes_as_if_it_had_not_stopped(names):
+    assert np.abs(np.asarray(names["params"]["w"]) - [1, -2, 3, -4]).max() < 0.1
+    first = jax.device_put({"w": jnp.zeros(4)}, names["whole"])
+    straight = names["train"](first, names["tx"].init(first), batches(30) + batches(200, 1), log_every=1000)
+    assert_same_bits(straight, (names["params"], names["opt_state"]))
+    assert names["step"]._cache_size() <= 2
+
+
+@pytest.mark.parametrize("device", range(2))
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e4], ids=["nan", "inf", "spike"])
+def test_a_bad_batch_on_either_device_leaves_no_trace_in_the_weights(names, device: int, value: float):
+    bad = batches(1, 2)[0]
+    bad[0][4 * device, 1] = value
+    first = jax.device_put({"w": jnp.zeros(4)}, names["whole"])
+    ends = []
+    for given in (batches(30), [*batches(30)[:20], bad, *batches(30)[20:]]):
+        params, state = names["train"](first, names["tx"].init(first), given, log_every=1000)
+        ends.append((params, state.inner_state, state.gradscale_windows))
+        assert int(optax.tree_utils.tree_get_all_with_path(state, "count")[-1][1]) == 30
+    assert int(state.skipped) == 1
+    assert bool(np.isfinite(value)) is (state.verdict.counts()["spike"] == 1)
+    assert_same_bits(*ends)
+
+
+def test_the_page_gives_up_after_exactly_20_with_the_state_of_before(names):
+    first = jax.device_put({"w": jnp.full(4, jnp.nan)}, names["whole"])
+    seen = []
+
+    def given():
+        for batch in batches(40):
+            seen.append(batch)
+            yield batch
+
+    words = r"the last 20 iterations was skipped: 20 for non-finite.*Weights hold inf or NaN, the most in \"\['w'\]\""
+    with pytest.raises(TrainingStalledError, match=words):
+        names["train"](first, names["tx"].init(first), given(), log_every=1)
+    assert len(seen) == 20

@@ -16,8 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["DeviceTensor", "Graph", "HostCuda", "installed", "on_host"]
-
 aten = torch.ops.aten
 Tensor = torch.Tensor
 

@@ -1,0 +1,213 @@
+"""What gradscale_jax refuses, in words that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+import numpy as np
+import pytest
+from axes import require
+from axes_jax import gradscale_jax, jax, jnp
+
+import gradscale
+from gradscale import CallOrderError, DynamicScale, InvalidTypeError, InvalidValueError, SkipSpikes, registry
+from gradscale.testing import run_ranks
+
+optax = require("optax")
+pytestmark = pytest.mark.jax
+
+POLICY = DynamicScale(init_scale=1024.0)
+STATE = POLICY.init(jnp.zeros(()))
+RULES = [None, SkipSpikes(window=8), *(SkipSpikes(window=4, of=of) for of in ("loss", "norm", ("loss", "norm")))]
+SGD = optax.sgd(1.0)
+VALUE, TYPE, ORDER = InvalidValueError, InvalidTypeError, CallOrderError
+
+
+def differentiated(fun, *given, **options):
+    return gradscale_jax.value_and_grad(fun, POLICY, **options)(STATE, *(given or [jnp.ones(2)]))
+
+
+def by_leaf(leaf):
+    return differentiated(lambda a, b: jnp.sum(b["w"][0]) + a, 0, {"w": [jnp.ones(2), leaf]}, argnums=-1)
+
+
+def by_batch_norm(**options):
+    nnx = importlib.import_module(require("flax").__name__ + ".nnx")
+    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    return differentiated(lambda norm: norm(jnp.ones((6, 8))).sum(), norm, **options)
+
+
+def by_module(transform=lambda run: run):
+    eqx = require("equinox")
+    norm, _ = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")
+    return transform(gradscale_jax.value_and_grad(lambda norm: norm.weight.sum(), POLICY))(STATE, norm)
+
+
+def run(w, **options):
+    return gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY, **options)(STATE, w).verdict
+
+
+def in_group(policy, transform=lambda call: call):
+    return run_ranks(1, lambda group: transform(lambda n: gradscale.GroupAgreement(group, policy)(n, STATE))(ZERO))
+
+
+def agree(count=0, **options):
+    count = jnp.int32(count) if isinstance(count, int) else count
+    return gradscale_jax.agree(count, STATE, POLICY, **options)
+
+
+def scaled(tx=SGD, **options):
+    return gradscale_jax.scaled(tx, POLICY, **options)
+
+
+def update(tx, grads, *params, state=None, **given):
+    return tx.update(grads, tx.init(grads) if state is None else state, *params, **given)
+
+
+ZERO, ONES = jnp.int32(0), jnp.ones(2)
+NO_LEAF = r"argument 1.* got %s at \['w'\]\[1\].*eqx\.partition.*nnx\.split"
+NO_MODULE = r"argument 0.* got 'batch' at \.axis_name: say filter=eqx\.is_inexact_array.*params, static = eqx.partition"
+CHANGING = r"argument 0.*BatchStat.*graphdef, params, others = nnx\.split"
+NO_BOOL = r"inside jit use gradscale_jax\.select\(verdict\.taken, new, old"
+NO_SPIKE = r"spike must be a 0-d bool, .*: .* jnp\.any\(spike\)"
+TRACED = "%s was called in a function that jax traces"
+WINDOWS = "got windows of shape %s: begin with init"
+UNBOUND = r"'data'.* is not bound here .* jax\.shard_map"
+PARAMS, MASKED = {"a": jnp.ones(()), "b": jnp.ones(())}, {"a": True, "b": False}
+HALF, WIDE = {"a": jnp.ones((), jnp.bfloat16)}, {"a": jnp.ones(())}
+ADAM, ONE, OF_LOSS = scaled(optax.adam(0.1)), scaled(), scaled(skip=SkipSpikes(of="loss"))
+TEXTS = scaled(optax.stateless(lambda updates, _: dict.fromkeys(updates, "0.1")))
+PARTED = optax.partition({"x": ONE, "y": SGD}, {"a": "x", "b": "y"})
+RESTORED = optax.MaskedState(ONE.init(PARAMS))
+REFUSED = {
+    # value_and_grad, and the verdict.
+    "vector": (lambda: differentiated(lambda w: w), VALUE, r"one of shape \(2,\): take its mean or sum"),
+    "two": (lambda: differentiated(lambda w: (w.sum(), 1)), TYPE, "say has_aux=True"),
+    "text": (lambda: differentiated(lambda _: "text"), TYPE, "scalar loss, got 'text'"),
+    "bool": (lambda: differentiated(lambda w: w.sum() > 0), TYPE, "real floating loss, got bool"),
+    "complex": (lambda: differentiated(lambda w: w.sum() + 1j), TYPE, "got complex64"),
+    "integer": (lambda: jax.jit(differentiated, static_argnums=0)(lambda w: w.sum().astype(int)), TYPE, "got int32"),
+    "filter": (lambda: differentiated(len, filter=True), TYPE, r"filter must be a function of a leaf.*got True"),
+    "no pair": (lambda: differentiated(jnp.sum, has_aux=True), TYPE, r"a pair \(loss, aux\)"),
+    "no state": (lambda: gradscale_jax.value_and_grad(jnp.sum, POLICY)(ONES, STATE), TYPE, "must be a ScaleState"),
+    "leaf text": (lambda: by_leaf("text"), TYPE, NO_LEAF % "'text'"),
+    "leaf int": (lambda: by_leaf(3), TYPE, NO_LEAF % "3"),
+    "leaf int32": (lambda: by_leaf(np.zeros(2, np.int32)), TYPE, NO_LEAF % "int32"),
+    "equinox": (by_module, TYPE, NO_MODULE),
+    "equinox, compiled": (lambda: by_module(require("equinox").filter_jit), TYPE, NO_MODULE),
+    "nnx": (by_batch_norm, TYPE, CHANGING),
+    "nnx, filtered": (lambda: by_batch_norm(filter=lambda x: jnp.issubdtype(x.dtype, jnp.inexact)), TYPE, CHANGING),
+    "structures": (lambda: gradscale_jax.select(jnp.asarray(True), {"a": 1.0}, {"b": 1.0}), VALUE, "one structure"),
+    "branch": (lambda: not run(ONES), TYPE, NO_BOOL),
+    "branch, compiled": (lambda: jax.jit(lambda w: not run(w))(ONES), TYPE, NO_BOOL),
+    "traced check": (lambda: jax.jit(lambda w: run(w).check(POLICY))(ONES), ORDER, "outside of jit"),
+    "traced scale": (lambda: jax.jit(jax.grad(gradscale.GradScaler().scale))(1.0), TYPE, TRACED % r"scale\(\)"),
+    "traced read": (
+        lambda: jax.jit(registry.get("jax").read)(ONES),
+        TYPE,
+        r"jit, or use gradscale_jax\.value_and_grad",
+    ),
+    # Agreement. A mean over ranks, such as by lax.pmean, would be cut to 0.
+    "group": (lambda: in_group(POLICY, jax.jit), TYPE, TRACED % "GroupAgreement"),
+    "unbound": (lambda: agree(axis_name="data"), ORDER, UNBOUND),
+    "unbound, compiled": (jax.jit(lambda: agree(axis_name="data")), ORDER, UNBOUND),
+    "unbound axes": (lambda: jax.jit(lambda w: run(w, axis_name=("data", "model")))(ONES), ORDER, UNBOUND),
+    "other axis": (
+        lambda: jax.vmap(lambda n: agree(n, axis_name="other"), axis_name="data")(jnp.zeros(2, jnp.int32)),
+        *(ORDER, "'other' is not bound here"),
+    ),
+    **{
+        f"axes {names}": (lambda names=names: agree(axis_name=names), TYPE, "must be the name of a mapped axis")
+        for names in ((), ["data", []], {})
+    },
+    **{
+        f"count {count!r}": (lambda count=count: agree(count), TYPE, "nonfinite must be a 0-d int32 array, such as ")
+        for count in (np.float32(0.25), jnp.zeros(2, jnp.int32), jnp.asarray(True), np.int64(0))
+    },
+    **{
+        f"spike {spike!r}": (lambda spike=spike: agree(spike=spike), TYPE, NO_SPIKE)
+        for spike in (np.zeros(2, bool), jnp.zeros((1, 1), bool), [True], "yes")
+    },
+    # scaled.
+    "in masked": (lambda: optax.masked(ONE, MASKED).init(PARAMS), VALUE, r"still scaled.*scaled\(optax.masked"),
+    "in a part": (lambda: PARTED.init(PARAMS), VALUE, r"still scaled.*masked"),
+    "restored": (lambda: optax.masked(ONE, MASKED).update(PARAMS, RESTORED, PARAMS), VALUE, "MaskedNode"),
+    "in a chain": (lambda: scaled(optax.chain(optax.identity(), ONE)).init(PARAMS), VALUE, "twice"),
+    "in MultiSteps": (lambda: scaled(optax.MultiSteps(ONE, 2)).init(PARAMS), VALUE, "twice"),
+    "to integers": (lambda: scaled(dtype=jnp.int32).init(HALF), VALUE, "dtype must be a real floating dtype"),
+    "empty state": (lambda: ADAM.update(HALF, optax.EmptyState(), HALF), TYPE, "the state must be the one"),
+    "a text": (lambda: update(ADAM, {"a": "text"}, state=ADAM.init(HALF)), TYPE, "array"),
+    "wide": (
+        lambda: ADAM.update(WIDE, ADAM.init(HALF), HALF),
+        *(TYPE, "got float32 .* bfloat16 .*=jnp.float32"),
+    ),
+    "texts": (lambda: update(TEXTS, HALF), TYPE, "an update of tx cannot be read, got TypeError"),
+    "no axis": (lambda: update(scaled(axis_name="x"), HALF, HALF), ORDER, "not bound"),
+    "no rule": (lambda: scaled(skip=6.0), TYPE, "skip must be a SkipSpikes"),
+    "no loss": (lambda: update(OF_LOSS, ONES), VALUE, r"losses alone, and .*\(.* value=loss\)"),
+    **{
+        f"loss of {loss!r}": (
+            lambda loss=loss: update(OF_LOSS, ONES, value=loss),
+            *(TYPE, "value must be the loss, a number or a real floating array of one"),
+        )
+        for loss in (True, "7.5", ONES, jnp.asarray(7), jnp.asarray(1j))
+    },
+    **{
+        f"tx of {type(tx).__name__}": (lambda tx=tx: scaled(tx), TYPE, r"tx must be an optax.GradientTransfor.*got")
+        for tx in (None, "adam", 0.1, POLICY)
+    },
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_differentiated_agreed_on_or_scaled_is_refused_with_what_to_do(what: str):
+    call, error, message = REFUSED[what]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("policy", [(0, 1), DynamicScale, None, 2.0**16], ids=["tuple", "class", "none", "number"])
+def test_what_is_no_policy_is_refused_at_once(policy):
+    for call in (
+        lambda: gradscale_jax.value_and_grad(lambda w: w.sum(), policy),
+        lambda: gradscale_jax.agree(ZERO, STATE, policy),
+        lambda: gradscale_jax.scaled(SGD, policy),
+        lambda: in_group(policy),
+    ):
+        with pytest.raises(TYPE, match="policy must be an instance of a policy"):
+            call()
+
+
+def test_state_in_which_an_epsilon_is_zero_is_refused_unless_a_dtype_is_given():
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "float16"):
+        narrow = {"w": jnp.ones(2, dtype)}
+        for given, init in ((narrow, ADAM.init), (jax.device_get(narrow), ADAM.init), (narrow, jax.jit(ADAM.init))):
+            with pytest.raises(TYPE, match=r"got float\d.* in tx.init\(params\)\[0\].mu\['w'\].*jnp.float32\)"):
+                init(given)
+    for dtype in ("bfloat16", "float32", "complex64", "int32"):
+        ADAM.init({"w": jnp.ones(2, dtype)})
+    # Not of the parameters.
+    scaled(optax.adam(0.1, mu_dtype="float16")).init({"w": ONES})
+    scaled(dtype=jnp.float16).init(narrow)
+    for tx, params, rtol in ((scaled(optax.adam(0.1), dtype=jnp.float32), narrow, 1e-4), (ADAM, {"w": ONES}, 1e-3)):
+        updates, _ = update(tx, {"w": jnp.asarray([1024.0, 0.0], jnp.float16)}, params, state=tx.init(params))
+        # The second is an unused row, whose gradient is 0.
+        np.testing.assert_allclose(updates["w"], [-0.1, 0.0], rtol=rtol)
+
+
+def test_windows_of_another_rule_or_of_none_are_kept_and_refused():
+    transformations = [scaled(skip=rule) for rule in RULES]
+    for state, made in [(tx.init(ONES), tx) for tx in transformations]:
+        for used in transformations:
+            with contextlib.nullcontext() if used is made else pytest.raises(TYPE, match=WINDOWS % ".*"):
+                update(used, ONES, state=state, value=1.0)
+    windows = scaled(skip=RULES[-1]).init(PARAMS).windows
+    state = ONE.init(PARAMS)._replace(windows=windows)
+    assert str(state.windows) == str(windows)
+    for rule, given, shape in (
+        *((rule, state, r".*unnamed': \(2, 4\)}") for rule in (None, RULES[-1])),
+        (RULES[-1], state._replace(windows=None), "None"),
+    ):
+        with pytest.raises(TYPE, match=WINDOWS % shape):
+            update(scaled(skip=rule), PARAMS, state=given, value=1.0)
