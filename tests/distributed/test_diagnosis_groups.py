@@ -34,14 +34,14 @@ pytestmark = [
 )
 def test_random_diagnoses_of_a_group_are_the_models_on_every_rank(world: ThreadWorld | ProcessWorld, library: str):
     require(library)
-    number = examples({"numpy": 150, "torch": 75}.get(library, 15)) if isinstance(world, ThreadWorld) else 20
+    number = examples({"numpy": 100, "torch": 40}.get(library, 15)) if isinstance(world, ThreadWorld) else 20
     for _, results in each(world, diagnoses.diagnosed, [(seed, library) for seed in range(number)]):
         diagnoses.check(results, [(rank,) for rank in range(world.size)])
 
 
 def test_of_many_ranks_the_eight_worst_entries_of_each_are_listed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gradscale.scaler.diagnosis._GATHERED", 30)
-    for _, results in each(ThreadWorld(10), diagnoses.diagnosed, [(seed, "numpy", 14) for seed in range(examples(15))]):
+    for _, results in each(ThreadWorld(10), diagnoses.diagnosed, [(seed, "numpy", 9) for seed in range(examples(15))]):
         diagnoses.check(results, [(rank,) for rank in range(10)], listed=30)
 
 

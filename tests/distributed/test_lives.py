@@ -11,10 +11,11 @@ LIBRARIES = ["numpy", "strict", pytest.param("torch", marks=[pytest.mark.torch, 
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("seed", [0, *later("all", *range(1, 10))])
+# The life of the first seed has all that is drawn within few calls.
+@pytest.mark.parametrize("seed", [3, *later("all", *{*range(10)} - {3})])
 def test_a_random_life_alone_is_the_models(seed: int, library: str):
     require(library)
-    counts = lives.live(None, examples(20_000 if library == "numpy" else 1_500), seed, library)["counts"]
+    counts = lives.live(None, examples(10_000 if library == "numpy" else 1_500), seed, library)["counts"]
     if library == "numpy":
         raised = ("unscale", "refuse", "step", "minimise", "update", "resume")
         reasons = ("stepped", "overflow", "spike", "refused", "closure steps", "closure skips", "closure has begun")
@@ -24,7 +25,7 @@ def test_a_random_life_alone_is_the_models(seed: int, library: str):
 
 # A warning that ranks have not scaled may come in any thread.
 @pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
-@pytest.mark.parametrize("library", ["numpy", *later("ranks", "torch")])
+@pytest.mark.parametrize("library", ["numpy", *later("ranks", "strict", "torch")])
 def test_a_random_life_is_the_models_on_every_rank(world, library: str):
     require(library)
     agree(world, lives.live, [(examples(2_000) if isinstance(world, ThreadWorld) else 2_000, 7, library)])

@@ -20,7 +20,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -235,13 +235,6 @@ class Memory:
                 one["skipped"] = 0
 
 
-class Losses(NamedTuple):
-    """The losses on each rank of several calls, and whether an optimizer was judged by them: the next are another's."""
-
-    each: Sequence[Sequence[float]] = ()
-    is_used: bool = False
-
-
 @dataclasses.dataclass
 class Turn:
     """How far an optimizer is in its iteration, and why its step is skipped, if so: what all ranks agree on."""
@@ -298,7 +291,9 @@ class Model:
         # The turns of optimizers, in the order in which they are met; the reports of steps; on each rank, the losses.
         self.turns: dict[int, Turn] = collections.defaultdict(Turn)
         self.reports: list[StepReport] = []
-        self.losses = Losses()
+        self.losses: list[list[float]] = []
+        # Whether an optimizer was judged by them, so that the next are another's.
+        self.is_judged = False
         # The state that the loss was scaled with last, which gradients are divided by, and the one after closures.
         self.used = self.lowered = None
 
@@ -321,12 +316,13 @@ class Model:
         """Scale a loss on each rank, by which the next optimizer is judged; None for something else."""
         if lowered is None:
             # The losses before were those of an iteration that a load has given up.
-            self.losses = Losses() if self.is_fresh and self.used is not None else self.losses
+            if self.is_fresh and self.used is not None:
+                self.losses, self.is_judged = [], False
             self.used = self.state
         self.is_new, self.is_unused, self.is_fresh, self.has_array = False, False, False, True
         self.is_given_up = False
         if losses is not None:
-            self.losses = Losses([*([] if self.losses.is_used else self.losses.each), losses])
+            self.losses, self.is_judged = [*([] if self.is_judged else self.losses), losses], False
 
     def may_unscale(self, k: int) -> bool:
         """Tell whether gradients may be unscaled: after a load zeros alone, or those of a loss that was scaled."""
@@ -344,8 +340,8 @@ class Model:
     def has_nothing(self, k: int, has_norm: bool) -> bool:
         """Tell whether a process alone gives its rule nothing to judge, which is said once."""
         turn, rule = self.turns[k], self.settings["skip"]
-        known = ["norm"] * has_norm + ["loss"] * bool(self.losses.each)
-        is_seen = self.rank in turn.refused or turn.has_begun or self.losses.is_used or self.knows_nothing
+        known = ["norm"] * has_norm + ["loss"] * bool(self.losses)
+        is_seen = self.rank in turn.refused or turn.has_begun or self.is_judged or self.knows_nothing
         found = not self.has_group and rule is not None and not is_seen and not {*rule.of} & {*known}
         self.knows_nothing = self.knows_nothing or found
         return found
@@ -383,11 +379,11 @@ class Model:
         if self.settings["skip"] is not None:
             self.has_nothing(k, norm is not None)
             if not turn.has_begun:
-                means = [*map(mean, zip(*self.losses.each, strict=True))] or [None] * self.size
+                means = [*map(mean, zip(*self.losses, strict=True))] or [None] * self.size
                 turn.found = [{"loss": means[rank], "norm": norm} for rank in ranks]
                 told = [memory.finds_spike(k, one) for memory, one in zip(self.memories, turn.found, strict=True)]
                 spikes = [rank for rank in ranks if told[rank] and rank not in turn.refused]
-            self.losses = self.losses._replace(is_used=True)
+            self.is_judged = True
         overflows = [rank for rank in ranks if turn.bad[rank]]
         for reason, seen in (("overflow", overflows), ("refused", sorted(turn.refused)), ("spike", spikes)):
             if seen:
@@ -421,13 +417,13 @@ class Model:
             previous = None
             for attempt in range(17):
                 closure.retries += attempt > 0
-                turn.stage, state, kept = "ready", self.lowered or self.state, self.losses
+                turn.stage, state, kept = "ready", self.lowered or self.state, (self.losses, self.is_judged)
                 if closure.fails_at == 0:
                     return "fails"
                 closure.expected.append(float(state.scale))
                 self.scaled(closure.losses_of(len(closure.expected)), self.lowered)
                 if len(closure.expected) == closure.fails_at:
-                    self.losses = kept
+                    self.losses, self.is_judged = kept
                     return "fails"
                 if len(closure.expected) == closure.refuses_at:
                     turn.refused.add(closure.bad_rank)
@@ -553,15 +549,15 @@ class Model:
         trackers = [np.asarray(saved.get(f"_{name}", 0), np.int32) for name in self.state._fields[1:]]
         self.state = type(self.state)(np.asarray(self.policy.clamp(saved["scale"]), np.float32), *trackers)
         self.iteration, self.counts = saved.get("iteration", 1), dict.fromkeys(self.counts, 0) | saved.get("counts", {})
-        used, losses, self.steps = self.used, self.losses, saved.get("steps", 0)
+        kept, self.steps = (self.used, self.losses, self.is_judged), saved.get("steps", 0)
         self.is_unused = self.is_unused or self.is_begun
         self.is_new, self.is_fresh = False, True
         self.restart()
         for memory, one in zip(self.memories, spikes, strict=True):
             memory.load(one) if memory.rule is not None else None
         self.begin()
-        if is_kept and used is not None and self.has_array:
-            self.used, self.losses = used, losses
+        if is_kept and kept[0] is not None and self.has_array:
+            self.used, self.losses, self.is_judged = kept
 
     def copied(self):
         """Go on as a copy, without the reports and the gradients of a loss that was scaled before a load."""
@@ -569,10 +565,11 @@ class Model:
         for memory in self.memories:
             memory.owners = []
         if self.is_fresh and self.used is not None:
-            self.is_unused, self.losses, self.used = True, Losses(), None
-        used, losses = self.used and self.state, self.losses
+            self.is_unused, self.losses, self.used = True, [], None
+        kept = self.used and self.state, self.losses, self.is_judged
         self.begin()
-        self.used, self.losses, self.has_array = used, losses, False
+        self.used, self.losses, self.is_judged = kept
+        self.has_array = False
 
 
 def mean(losses: Sequence[float]) -> float | None:
@@ -752,8 +749,12 @@ class _Life:
         return self.failure
 
     @contextlib.contextmanager
-    def hearing(self):
-        """Assert that a process alone is warned as expected; threads cannot listen to warnings."""
+    def watching(self, reads: int):
+        """Assert that a process alone is warned as expected, and how often at most it reads from a device.
+
+        Threads cannot listen to warnings, and NumPy and torch on a CPU have no need of reads.
+        """
+        before = Counting.reads
         with warnings.catch_warnings(record=True) if self.group is None else contextlib.nullcontext() as caught:
             if self.group is None:
                 warnings.simplefilter("always")
@@ -762,14 +763,8 @@ class _Life:
         for said, (text, file) in zip(self.expected, heard, strict=True):
             assert (said in text, file) == (True, __file__), (said, text, file, *self.story)
         self.expected = []
-
-    @contextlib.contextmanager
-    def reading(self, most: int):
-        """Assert how often at most a call reads from a device, which NumPy and torch on a CPU have no need of."""
-        before = Counting.reads
-        yield
         if self.library == "strict" and self.group is None and self.model.used is not None:
-            assert Counting.reads - before <= most, self.story
+            assert Counting.reads - before <= reads, self.story
 
     def require_told(self, reports: list[Any]):
         self.require((self.told, self.told_everywhere), (reports * (self.rank == 0), reports))
@@ -875,16 +870,16 @@ class _Life:
                 (five, False, False),
             ]
         )
-        with self.reading(0):
+        with self.watching(0):
             found = self.scaler.scale(outputs, loss=loss)
         assert (found is outputs) or not self.keeps_one or isinstance(outputs, list), (outputs, *self.story)
         factor = self.model.scale
         if outputs is five:
             self.require(float(found), rounded(5.0 * factor))
         self.model.scaled(losses if is_loss else None)
-        if loss is False and not self.model.losses.each:
+        if loss is False and not self.model.losses:
             # Nothing is judged on purpose.
-            self.model.losses = Losses(is_used=True)
+            self.model.is_judged = True
 
     def begin(self, k: int, call: Callable[..., Any], **clip) -> bool:
         """Let the model divide gradients; False, after asserting the error, if no rank has scaled their loss."""
@@ -938,7 +933,7 @@ class _Life:
         if not self.begin(k, self.scaler.unscale_, **clip):
             return
         values = self.model.gradients[k]
-        with self.hearing(), self.reading(0):
+        with self.watching(0):
             returned = self.scaler.unscale_(optimizer, **clip)
         self.model.judge(k, float(returned) if clip else None)
         if clip and any(turn.bad):
@@ -986,7 +981,7 @@ class _Life:
         if turn.reason == "no gradients":
             ranks = "" if self.group is None else " on any rank"
             said = f"none of whose parameters has a gradient{ranks}: they were zeroed"
-            with self.hearing():
+            with self.watching(1):
                 self.raises(lambda: self.scaler.step(optimizer), said)
             turn.stage = "ready"
             self.require(self.scaler.last_step(optimizer), self.model.report(turn)._replace(nonfinite=0))
@@ -1004,7 +999,7 @@ class _Life:
         optimizer.answer, before, failure = answer, optimizer.steps, self.failure
         report = self.model.stepped(k, answer is not None, retries)
         self.counts[report.reason] += 1
-        with self.hearing(), self.reading(reads):
+        with self.watching(reads):
             if report.skipped and failure is not None:
                 self.raises(call, str(failure), kind=type(failure))
             else:
