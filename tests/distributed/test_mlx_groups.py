@@ -1,14 +1,8 @@
-"""Agreement over MLX's groups: real ranks under mlx.launch, and what becomes of those whose others never come."""
+"""Agreement over MLX's groups: real ranks under mlx.launch."""
 
 import itertools
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import difference_scenarios
@@ -16,7 +10,7 @@ import lives
 import pytest
 import scenarios
 from axes import require
-from worlds import MlxWorld, agree, free_port
+from worlds import MlxWorld, agree
 
 import gradscale
 from gradscale import registry
@@ -27,7 +21,6 @@ import gradscale_mlx  # noqa: E402
 
 pytestmark = [pytest.mark.mlx, pytest.mark.tier("ranks")]
 
-LOST = Path(__file__).parents[1] / "support" / "mlx_lost_rank.py"
 LIBRARIES = ["mlx", "numpy"]
 
 
@@ -99,45 +92,3 @@ def test_each_group_of_a_part_of_the_ranks_is_one_of_its_own():
     first, again, other = (gradscale_mlx.MlxCollectives(part, 1.0).identity for part in (parts[0], parts[0], parts[1]))
     world = gradscale_mlx.MlxCollectives(mx.distributed.init(), 1.0).identity
     assert (first is again, len({first, other, world})) == (True, 3)
-
-
-def lost(tmp_path: Path, how: str) -> tuple[str, float]:
-    """Return what rank 0 of two says of a rank that never comes, and after how many seconds."""
-    first = free_port(2)
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(f'[["127.0.0.1:{first}"], ["127.0.0.1:{first + 1}"]]')
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(LOST), how],
-            env=os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        begun = time.monotonic()
-        said, _ = started[0].communicate(timeout=60)
-        seconds = time.monotonic() - begun
-        assert started[0].returncode == 0, said
-    finally:
-        for process in started:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-    return said, seconds
-
-
-def test_a_rank_that_never_comes_is_a_timeout_and_the_group_is_given_up(tmp_path: Path):
-    said, seconds = lost(tmp_path, "late")
-    assert "CollectiveTimeoutError: rank 0 of 2" in said
-    assert "BackendError: an agreement over this group was given up on rank 0 of 2" in said
-    assert "start all ranks again from a checkpoint. It was given up for: CollectiveTimeoutError" in said
-    # The process ends, though MLX waits on.
-    assert seconds < 40
-
-
-def test_a_rank_that_is_killed_is_an_error_of_mlx(tmp_path: Path):
-    said, _ = lost(tmp_path, "killed")
-    told = "BackendError: MLX failed on rank 0 of 2 while the ranks agreed on a step: [ring] connection to a peer"
-    assert told in said
