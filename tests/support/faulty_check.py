@@ -6,30 +6,10 @@ import signal
 import sys
 import time
 
-from scenarios import Around
-
-from gradscale.scaler import claim as claims
 from gradscale.tools.cli import app, check, check_rank
 
 FOR_EVER = 1e6
 IS_RANK = "--rank"
-
-
-class Deaf(Around):
-    """Collectives that answer that no gradient was bad, whatever the ranks have found."""
-
-    def start_max(self, x, /):
-        finish = super().start_max(x)
-
-        def answer():
-            values = finish()
-            # The comparison of the versions, which comes first, is shorter.
-            if len(values) == claims.LENGTH:
-                # Neither a count nor a reason.
-                values[0] = values[4] = 0
-            return values
-
-        return answer
 
 
 def put_in(kind: str, faulty: int):
@@ -43,12 +23,6 @@ def put_in(kind: str, faulty: int):
             if self.has("late"):
                 time.sleep(FOR_EVER)
             return super().report_in()
-
-        def join(self):
-            report = super().join()
-            if self.has("verdict"):
-                self.group = Deaf(self.group)
-            return report
 
         def overflow(self, bad: int, value: float, *, delay: float = 0.0):
             if bad == 0 and self.has("hang"):
