@@ -9,7 +9,6 @@ equal; Chainer and guided-diffusion compute in float64, and theirs are not.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ import pytest
 from libraries import Library
 
 from gradscale import presets
-from gradscale.core.validation import SMALLEST_NORMAL
 
 # Pure functions, and many calls of them; see conftest.py.
 TRACED = LONG = True
@@ -32,60 +30,13 @@ RECORDED: dict[str, dict[str, list[Any]]] = {
     name: variant["scale_after_each_step"] for name, variant in IMPLEMENTATIONS.items()
 }
 
-# Presets that are not called like the package.
-PRESETS = {
-    "apex.amp_C.update_scale_hysteresis": "apex_hysteresis",
-    "deepspeed.FP16_Optimizer": "deepspeed_stage0",
-    "paddle.phi.update_loss_scaling": "paddle_static",
+# The name and the settings of each variant's preset, by what it was recorded with ("params").
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    # What optax leaves out has no scale.
+    name: variant["preset"]
+    for name, variant in IMPLEMENTATIONS.items()
+    if not name.startswith("optax")
 }
-NOT_EXPRESSED = {"optax.apply_if_finite(max_consecutive_errors=3)": "has no scale"}
-
-# Our names of the recorded parameters.
-SETTINGS = {
-    recorded: name
-    for name, variants in {
-        "init_scale": "init",
-        "growth_factor": "growth factor",
-        "backoff_factor": "backoff",
-        "growth_interval": "window interval period incr_every_n_steps dynamic_growth_steps",
-        "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
-        "raise_at_min": "raise_error_at_min_scale",
-        "min_scale": "min min_loss_scale minimum_scale",
-        "max_scale": "max",
-    }.items()
-    for recorded in variants.split()
-}
-# What a preset does not let one change, with the value that it has; and what the record says of itself.
-FIXED: dict[str, Any] = {
-    "growth_factor": 2,
-    "backoff_factor": 0.5,
-    "min_scale": 1,
-    "lg_growth_per_step": 0.001,
-    "lg_backoff": 1,
-    "bad_step_max": 1000,
-    "keras": "3.15.1",
-}
-
-
-def system_of(name: str) -> str:
-    """Return the name of a variant's preset."""
-    return PRESETS.get(name.partition("(")[0], name.partition(".")[0])
-
-
-def preset(name: str):
-    """Return the preset of a variant, with the parameters that it was recorded with."""
-    system = system_of(name)
-    known = {name: each.default for name, each in inspect.signature(getattr(presets, system)).parameters.items()}
-    settings = {} if system != "apex" else {"max_scale": None}
-    for parameter, value in IMPLEMENTATIONS[name]["params"].items():
-        setting = SETTINGS.get(parameter, parameter)
-        if setting in known and value is not None:
-            settings[setting] = value
-        elif setting in known and setting != "threshold":
-            assert (setting, known[setting]) == ("min_scale", SMALLEST_NORMAL)
-        else:
-            assert value is None or value == FIXED[setting], f"{name} was recorded with {parameter}={value}"
-    return presets.named(system, **settings)
 
 
 def trace(arrays: Library, rule, sequence: str):
@@ -116,20 +67,17 @@ def nearest(recorded: list[Any]):
     return ["raised" if isinstance(value, dict) else float(np.float32(value)) for value in recorded]
 
 
-VARIANTS = [name for name in RECORDED if name not in NOT_EXPRESSED]
-
-
 def test_no_variant_is_left_out():
-    assert len(RECORDED) == 43
-    assert len(VARIANTS) == 42
+    assert (len(RECORDED), len(PRESETS)) == (43, 42)
     assert all(set(recorded) == set(SEQUENCES) for recorded in RECORDED.values())
     # torch is no part of the record: its own code is run beside ours.
-    assert set(map(system_of, VARIANTS)) == set(presets.names()) - {"torch"}
+    assert {system for system, _ in PRESETS.values()} == set(presets.names()) - {"torch"}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_scale_is_the_originals_after_each_step(arrays: Library, name: str):
-    rule = preset(name)
+    system, settings = PRESETS[name]
+    rule = presets.named(system, **settings)
     for sequence, steps in SEQUENCES.items():
         expected = nearest(RECORDED[name][sequence])
         assert len(expected) == len(steps) or expected[-1] == "raised"
