@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from axes import require
 
@@ -27,9 +25,3 @@ def classes():
         "GradScaler": (GradScaler, TorchScaler),
         "ShardedGradScaler": (ShardedGradScaler, sharded_grad_scaler.ShardedGradScaler),
     }
-
-
-@pytest.fixture(params=["GradScaler", "ShardedGradScaler"])
-def pair(request: pytest.FixtureRequest, classes: dict[str, tuple[Any, Any]]):
-    """Return our class and torch's."""
-    return classes[request.param]

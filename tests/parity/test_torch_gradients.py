@@ -240,29 +240,15 @@ def pair(**options) -> list[Small]:
     return [Small(make("cpu", init_scale=4.0), **options) for make in (TorchScaler, GradScaler)]
 
 
-@explicit
-def test_float16_gradients_are_refused_as_by_torch_and_taken_by_choice(explicit: bool):
-    dtypes = ["float32", "float16"]
-    for run in pair(dtypes=dtypes):
-        run.put(12.0)
-        call = run.scaler.unscale_ if explicit else run.scaler.step
-        with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
-            call(run.optimizer)
-        # Nothing has been unscaled, and it can be tried again.
-        assert [parameter.grad.tolist() for parameter in run.parameters] == [[12.0, 12.0]] * 2
-        assert run.scaler._per_optimizer_states[id(run.optimizer)]["stage"].name == "READY"
-        run.parameters[1].grad = None
-        call(run.optimizer)
-
-
 def overlapping(shape: tuple[int, ...] = (3,), strides: tuple[int, ...] = (0,)):
     """Return a tensor whose elements share memory."""
     return torch.full((4,), 16.0).as_strided(shape, strides)
 
 
-INTEGERS = torch.zeros(2, dtype=torch.int32)
+INTEGERS, HALF = (torch.zeros(2, dtype=dtype) for dtype in (torch.int32, torch.float16))
 # Groups of parameters beside the first one, the gradient of the second, and what ours and torch's say of them.
 REFUSED: dict[str, tuple[Any, Any, type[Exception], str, type[Exception] | None]] = {
+    "float16": ([HALF], HALF + 8, InvalidValueError, r"Attempting to unscale FP16 gradients\.", ValueError),
     "integers": ([INTEGERS], INTEGERS + 8, InvalidTypeError, r"floating or complex dtype.*got torch\.int32", None),
     "expanded": ([torch.zeros(3)], overlapping(), InvalidValueError, "overlaps itself", None),
     "sliding": ([torch.zeros(3, 2)], overlapping((3, 2), (1, 1)), InvalidValueError, "overlaps itself", None),
@@ -275,7 +261,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str, type[Exception] | None]
 
 @explicit
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_unscaled_is_refused_before_anything_is(name: str, explicit: bool):
+def test_what_cannot_be_unscaled_is_refused_before_anything_is_and_it_can_be_tried_again(name: str, explicit: bool):
     others, gradient, kind, said, theirs = REFUSED[name]
     for run, error in zip(pair(), (theirs, kind), strict=True):
         run.put(8.0)
@@ -288,6 +274,10 @@ def test_what_cannot_be_unscaled_is_refused_before_anything_is(name: str, explic
             with pytest.raises(error, match=said if error is kind else None):
                 call(optimizer)
             assert run.parameter.grad.tolist() == [8.0, 8.0]
+            assert run.scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY"
+            optimizer.param_groups[0]["params"].pop()
+            call(optimizer)
+            assert run.parameter.grad.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("wrong", [*map(Holding, [None, 3, [3], [{}], [{"params": 3}]]), object()])

@@ -24,10 +24,10 @@ Pair = tuple[Any, Any]
 WARNING = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
 
 
-@pytest.fixture
-def pair(group: None, pair: Pair):  # noqa: ARG001
+@pytest.fixture(params=["GradScaler", "ShardedGradScaler"])
+def pair(group: None, classes: dict[str, Pair], request: pytest.FixtureRequest):  # noqa: ARG001
     """Return our class and torch's, in a world of one."""
-    return pair
+    return classes[request.param]
 
 
 # Arguments.
