@@ -5,7 +5,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import json
 import os
 import pkgutil
 import pydoc
@@ -22,41 +21,32 @@ import gradscale
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / ".ci" / "recipe.yaml"
-NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_nccl", "gradscale_jax"}
-NAMES |= {"gradscale_mlx"}
+NAMES = {"gradscale", *(f"gradscale_{name}" for name in ("numpy", "torch", "cupy", "nccl", "jax", "mlx"))}
 FRAMEWORKS = NAMES - {"gradscale"} | {"numpy", "torch", "jax", "jaxlib", "cupy", "nccl", "mlx", "mpi4py", "numba"}
-FRAMEWORKS |= {"ml_dtypes"}
-FRAMEWORKS |= {"matplotlib", "rich", "typer"}
+FRAMEWORKS |= {"ml_dtypes", "matplotlib", "rich", "typer"}
+# What a new process runs, and what it has loaded then.
+LOADS: dict[str, tuple[str, set[str]]] = {
+    "scaler": ("import gradscale; gradscale.GradScaler(); gradscale.registry.names()", set()),
+    "numpy": ("import gradscale, numpy", {"numpy"}),
+    "help": (
+        "from gradscale.tools.cli.app import run\ntry: run(['--help'])\nexcept SystemExit: pass",
+        {"typer", "rich"},
+    ),
+    "scale": (
+        "import gradscale, numpy; gradscale.GradScaler().scale(numpy.float32(1.0))",
+        {"numpy", "gradscale_numpy"},
+    ),
+}
 
 
-def loaded_after(*statements: str) -> set[str]:
-    """Return the top-level modules that a new process has loaded after some statements."""
-    program = "\n".join(
-        [*statements, "import json, sys", "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"]
-    )
-    completed = python("-c", program)
-    assert completed.returncode == 0, completed.stderr
-    return set(json.loads(completed.stdout.splitlines()[-1]))
-
-
-@pytest.mark.parametrize(
-    ("statements", "expected"),
-    [
-        (["import gradscale", "gradscale.GradScaler()", "gradscale.registry.names()"], set()),
-        (["import gradscale, numpy"], {"numpy"}),
-        # The page of help.
-        (
-            ["from gradscale.tools.cli.app import run", "try: run(['--help'])", "except SystemExit: pass"],
-            {"typer", "rich"},
-        ),
-        (["import gradscale, numpy", "gradscale.GradScaler().scale(numpy.float32(1.0))"], {"numpy", "gradscale_numpy"}),
-    ],
-    ids=["scaler", "numpy", "help", "scale"],
-)
-def test_nothing_is_loaded_but_what_comes_along(statements: list[str], expected: set[str]):
+@pytest.mark.parametrize("name", LOADS)
+def test_nothing_is_loaded_but_what_comes_along(name: str):
+    program, expected = LOADS[name]
     if "typer" in expected:
         require("cli")
-    assert loaded_after(*statements) & FRAMEWORKS == expected
+    completed = python("-c", f"{program}\nimport sys; print(*{{module.split('.')[0] for module in sys.modules}})")
+    assert completed.returncode == 0, completed.stderr
+    assert set(completed.stdout.splitlines()[-1].split()) & FRAMEWORKS == expected
 
 
 def test_help_is_the_docstring_which_has_every_public_name():
