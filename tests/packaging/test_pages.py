@@ -25,6 +25,7 @@ BLOCK = re.compile(r"<!-- run: ([\w-]+) -->\n```python\n(.*?)```", flags=re.DOTA
 BLOCKS = [block for text in PAGES.values() for block in BLOCK.findall(text)]
 # These take names for granted, and are run by the tests of the adapter that they are for.
 RECIPE = re.compile(r"<!-- recipe: \w+ -->\n```python\n")
+LIBRARY = re.compile(r"^(?:import|from) (?:gradscale_)?(torch|jax|optax|mlx|equinox|mpi4py|array_api_strict)\b", re.M)
 
 MARKS = {
     "numpy-first": pytest.mark.tier("quick"),
@@ -40,6 +41,9 @@ LEARNT = {
     "assert abs(params['w'] - 1).max() < 0.2\n",
     "guard-mlx": "assert guard.counts() == {'taken': 198, 'overflow': 1, 'spike': 1, 'refused': 0}\n"
     "assert mx.abs(model.weight - 1).max().item() < 0.2\n",
+    "cupy": "assert [report.skipped for report in scaler.history] == [True, False, False]\n"
+    "assert optimizer.weights[0].get().tolist() == [0.25] * 3\n",
+    "mpi": "assert comm.size == 2 and abs(optimizer.weights - np.float32([1, -2, 3, -4])).max() < 0.01\n",
     "jax-equinox": "assert abs(model.weight - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
     "jax-optax": "assert abs(params['w'] - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
     "mlx": "assert loss.item() < 0.01 and scaler.last_step(trained).reason == 'stepped'\n",
@@ -48,7 +52,8 @@ LEARNT = {
 }
 
 
-def test_every_block_of_python_is_run():
+def test_every_block_of_python_is_run_and_every_command_known():
+    assert set(COMMANDS) == {"digits", "tests", "fsdp", "spikes", "rl", "lightning", "jax"}
     names = [name for name, _ in BLOCKS]
     assert len(set(names)) == len(names)
     recipes = sum(len(RECIPE.findall(text)) for text in PAGES.values())
@@ -63,34 +68,15 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
     # Not by the name of the library that it imports.
     program = tmp_path / f"block_{name}.py"
     program.write_text(code + LEARNT.get(name, ""))
-    command = [sys.executable, str(program)]
-    environment = mpi_environment()
-    for library in ("torch", "jax", "optax", "mlx", "equinox"):
-        if f"import {library}" in code or f"from gradscale_{library}" in code:
-            require(library)
-    if "import array_api_strict" in code:
-        require("strict")
+    for library in LIBRARY.findall(code):
+        require({"array_api_strict": "strict", "mpi4py": "mpi"}.get(library, library))
     if name == "cupy":
         require_cupy()
-    if name in ("mpi", "resume"):
-        require("mpi")
-        command = mpi_command(2, program)
-    completed = ran(*command, folder=tmp_path, **environment)
+    command = mpi_command(2, program) if name in ("mpi", "resume") else [sys.executable, program]
+    completed = ran(*command, folder=tmp_path, **mpi_environment())
     assert completed.returncode == 0, completed.stderr
     if name.endswith("-first"):
         assert completed.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
-    if name == "cupy":
-        assert "[True, False, False]" in completed.stdout
-        assert "0.25" in completed.stdout
-    if name == "mpi":
-        printed = re.findall(r"\[(.*?)\]", completed.stdout)
-        assert len(printed) == 2
-        for weights in printed:
-            assert [float(weight) for weight in weights.split()] == pytest.approx([1, -2, 3, -4], abs=0.01)
-
-
-def test_the_commands_are_those_that_are_known():
-    assert set(COMMANDS) == {"digits", "tests", "fsdp", "spikes", "rl", "lightning", "jax"}
 
 
 def anchors(text: str) -> set[str]:
