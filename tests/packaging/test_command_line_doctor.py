@@ -1,14 +1,19 @@
 """``gradscale doctor``: what works is used; a library that is broken, hangs or is missing is a row of its table."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from axes import require
 from commands import python
+from cupy_devices import require_cupy
 
 import gradscale
 from gradscale.extras import remedy
+from gradscale.tools.cli import probe
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.usefixtures("cli")]
 
@@ -28,7 +33,17 @@ BROKEN = {
     ),
     "fakeneither": ("backend = object()", "AttributeError: 'object' object has no attribute 'example'"),
 }
-
+# CuPy on a machine without a driver.
+CUDA = """
+from types import SimpleNamespace
+class CUDARuntimeError(RuntimeError):
+    status = 35
+CUDARuntimeError.__module__ = "cupy_backends.cuda.api.runtime"
+def count():
+    raise CUDARuntimeError("cudaErrorSome: CUDA's text")
+runtime = SimpleNamespace(getDeviceCount=count, driverGetVersion=lambda: 0, runtimeGetVersion=lambda: 12090)
+nccl = SimpleNamespace(available=False)
+"""
 # What the launchers of MPI leave in the environment of their ranks.
 LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "MPI_LOCALRANKID", "MLX_RANK")
 
@@ -38,28 +53,31 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     return python("-m", "gradscale", "doctor", *arguments, **(usual | environment))
 
 
-def rows(completed: subprocess.CompletedProcess[str]):
+def rows(completed: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     """Return what JSON says of each component; it is alone on stdout."""
     return {row["name"]: row for row in json.loads(completed.stdout)["components"]}
 
 
 @pytest.fixture
 def third_party(tmp_path: Path) -> str:
-    """Return a folder with the adapters of another distribution, all broken."""
-    for name, (code, _) in BROKEN.items():
-        (tmp_path / f"{name}.py").write_text(code)
-    metadata = tmp_path / "gradscale_fake-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: gradscale-fake\nVersion: 1.0\n")
+    """Return a folder with the adapters of another distribution, all broken, and such a CuPy."""
+    metadata = "gradscale_fake-1.0.dist-info"
     entries = "\n".join(f"{name} = {name}:backend" for name in BROKEN)
-    (metadata / "entry_points.txt").write_text(f"[gradscale.backends]\n{entries}\n")
+    files = {f"{name}.py": code for name, (code, _) in BROKEN.items()} | {
+        f"{metadata}/METADATA": "Metadata-Version: 2.1\nName: gradscale-fake\nVersion: 1.0\n",
+        f"{metadata}/entry_points.txt": f"[gradscale.backends]\n{entries}\n",
+        "cupy/__init__.py": "ndarray = type('ndarray', (), {})\n",
+        "cupy/cuda.py": CUDA,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     return str(tmp_path)
 
 
 @pytest.mark.tier("quick")
 def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from gradscale.tools.cli import doctor as command
-    from gradscale.tools.cli.probe import find
 
     for name in LAUNCHED:
         monkeypatch.setenv(name, "1")
@@ -71,8 +89,7 @@ def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypat
         f"left = [name for name in {(*LAUNCHED, 'KEPT')!r} if name in os.environ]\n"
         "os.write(2, ' '.join(left).encode())\nos._exit(1)\n"
     )
-    (numpy,) = find(["numpy"])
-    assert command.examine([numpy], 120)[0].reason.startswith("KEPT;")
+    assert command.examine(probe.find(["numpy"]), 120)[0].reason.startswith("KEPT;")
 
 
 @pytest.mark.parametrize(
@@ -96,17 +113,19 @@ def test_a_library_is_used_and_shows_what_it_has(library: str, name: str, detail
     assert report["system"].startswith(f"gradscale {gradscale.__version__}, Python 3.")
 
 
-def test_broken_adapters_are_rows_with_their_reasons_which_matter_only_if_they_are_required(third_party: str):
+def test_broken_libraries_are_rows_with_their_reasons_which_matter_only_if_they_are_required(third_party: str):
     names = ("numpy", ",".join(BROKEN) + ",")
     completed = doctor(*names, "cupy", "--json", "--timeout", "40", "--require", "numpy", PYTHONPATH=third_party)
     assert completed.returncode == 0
     found = rows(completed)
     assert list(found) == ["numpy", *BROKEN, "cupy"]
-    assert found["numpy"]["status"] == "ok"
+    told = {name: row["status"] for name, row in found.items()}
+    assert told == dict.fromkeys(found, "broken") | {"numpy": "ok", "fakehang": "timed out"}
     for name, (_, reason) in BROKEN.items():
-        status = "timed out" if name == "fakehang" else "broken"
-        assert found[name]["status"] == status, name
         assert reason in found[name]["reason"], found[name]
+    # What to do is said by the reason, and no other command is given.
+    said = r"there is no CUDA driver here: install NVIDIA's driver.*\(cudaErrorSome: CUDA's text\)"
+    assert re.fullmatch(said, found["cupy"]["reason"])
     for arguments in (("numpy", "fakelib"), ("numpy", "--require", "fakelib")):
         completed = doctor(*arguments, PYTHONPATH=third_party)
         assert completed.returncode == 1
@@ -125,11 +144,10 @@ def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path):
         "import importlib.util as util\nfind = util.find_spec\n"
         "util.find_spec = lambda name, package=None: None if name == 'torch' else find(name, package)\n"
     )
-    said = f"torch not installed; {remedy('torch')}"
     for required, status in ((), 0), (("--require", "torch"), 1):
         completed = doctor("torch", *required, PYTHONPATH=str(tmp_path))
         assert completed.returncode == status, completed.stderr
-        assert said in completed.stdout
+        assert f"torch not installed; {remedy('torch')}" in completed.stdout
 
 
 @pytest.mark.parametrize("arguments", [("--require", "numpi"), ("numpy,numpi",)], ids=["required", "named"])
@@ -147,3 +165,48 @@ def test_modules_of_the_working_directory_are_not_run(command: tuple[str, ...], 
     completed = python("-m", "gradscale", *command, folder=tmp_path, GRADSCALE_NUMPY_FAST="0")
     assert not (tmp_path / "was_run").exists()
     assert completed.returncode == 0, completed.stderr
+
+
+@pytest.mark.cupy
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_with_devices_they_are_named_and_so_are_the_driver_the_runtime_and_nccl(
+    has_nccl: bool, monkeypatch: pytest.MonkeyPatch
+):
+    cupy = require_cupy()
+    from gradscale_cupy import availability
+
+    runtime, nccl = cupy.cuda.runtime, availability.nccl_module()
+    monkeypatch.setattr(nccl, "available", nccl.available and has_nccl)
+    driver, built_for = map(availability.version_text, (runtime.driverGetVersion(), runtime.runtimeGetVersion()))
+    version = nccl.get_version() if nccl.available else 0
+    numbers = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    names = [runtime.getDeviceProperties(number)["name"].decode() for number in range(runtime.getDeviceCount())]
+    assert probe.probe(*probe.find(["cupy"])) == {
+        "did": "scale, unscale, update",
+        "devices": [f"cuda:{number} {name}" for number, name in enumerate(names)],
+        "driver": driver,
+        "runtime": built_for,
+        "nccl": numbers if version else f"missing, python -m pip install nvidia-nccl-cu{built_for.partition('.')[0]}",
+        "versions": {"cupy": cupy.__version__},
+    }
+
+
+@pytest.mark.cupy
+@pytest.mark.gpu
+def test_nccl4py_makes_a_communicator_and_names_nccls_version_and_its_own():
+    require_cupy()
+    version = require("nccl4py").__version__
+    found = probe.probe(*probe.find(["nccl4py"]))
+    assert re.fullmatch(r"\d+\.\d+\.\d+", found.pop("nccl"))
+    assert found == {"did": "a communicator of one process", "versions": {"nccl4py": version}}
+
+
+def test_without_nccl_nccl4py_says_so():
+    if require("nccl4py").get_version().libnccl is not None:
+        pytest.skip("gpu: there is an NCCL here")
+    completed = doctor("nccl4py", "--json")
+    reason = rows(completed)["nccl4py"]["reason"]
+    assert (completed.returncode, rows(completed)["nccl4py"]["status"]) == (1, "broken")
+    assert "libnccl.so" in reason
+    assert reason.endswith("'cuda-bindings==13.*' nvidia-nccl-cu13")
