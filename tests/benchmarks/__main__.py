@@ -1,68 +1,67 @@
 """Measure gradscale's speed against peers in the same process, and print one table."""
 
 import argparse
-import functools
-import importlib
 import importlib.metadata
 import json
 import os
+import pkgutil
 import platform
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.measure import NotOnThisMachineError, Row, readable
-from gradscale.errors import MissingExtraError
-from gradscale.extras import remedy
+from benchmarks.measure import NotOnThisMachineError, Row
 
-_MODULES = (
-    *("unscaling", "iterations", "agreement", "torch_scalers", "jax_scaling"),
-    *("cupy_unscaling", "diagnosis"),
-)
+# What measures some rows, called with whether to be quick.
+_CASES = {
+    "large": "unscaling:large_array",
+    "masters": "unscaling:master_gradients",
+    "iterations": "iterations:iterations",
+    "spikes": "iterations:spikes",
+    "agreement": "agreement:rows",
+    "torch-unscale": "torch_scalers:unscaling",
+    "torch-without-kernel": "torch_scalers:without_kernel",
+    "torch-clip": "torch_scalers:clipping",
+    "torch-sharded": "torch_scalers:sharded",
+    "jax unscaling": "jax_scaling:unscaling",
+    "cupy-copy": "cupy_unscaling:copies",
+    "cupy-torch": "cupy_unscaling:against_torch",
+    "diagnosis": "diagnosis:with_numpy",
+    "diagnosis-torch": "diagnosis:with_torch",
+}
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-# CuPy has one for each version of CUDA.
-_DISTRIBUTIONS: tuple[str, ...] = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py")
-_DISTRIBUTIONS += ("cupy-cuda12x", "cupy-cuda13x", "cupy")
-# What to do where one of these modules is missing.
-_SOURCES = {name: remedy(name) for name in ("numpy", "mpich", "torch", "cupy", "jax", "optax")}
-_SOURCES |= {"mpi4py": remedy("mpi"), "flax": "python -m pip install flax", "jmp": "python -m pip install jmp"}
-
-Case = Callable[[bool], list[Row]]
+_DISTRIBUTIONS = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py", "cupy")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the chosen cases and return the exit status.
-
-    Parameters
-    ----------
-    arguments : list of str, optional
-        In place of those of the command line.
-    """
-    chosen = _parser().parse_args(arguments)
+def main() -> int:
+    """Run the chosen cases and return the exit status."""
+    chosen = _parser().parse_args()
     # Before NumPy and the others are imported, which read this once.
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
-    found = dict(_cases())
-    wanted = {name: case for name, case in found.items() if chosen.only in name}
+    wanted = [name for name in _CASES if chosen.only in name]
     if not wanted:
-        print(f"no case has {chosen.only!r} in its name; the names are {', '.join(found)}", file=sys.stderr)
+        print(f"no case has {chosen.only!r} in its name; the names are {', '.join(_CASES)}", file=sys.stderr)
         return 2
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    versions = {"python": platform.python_version(), **{name: _version(name) for name in _DISTRIBUTIONS}}
-    print(f"{machine}, " + ", ".join(f"{name} {version}" for name, version in versions.items()))
-    rows, reasons, has_failed = [], {}, False
-    for name, case in wanted.items():
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    # CuPy has one for each version of CUDA.
+    versions = {name: installed[name] for name in sorted(installed) if name.partition("-")[0] in _DISTRIBUTIONS}
+    print(f"{machine}, python {platform.python_version()}", *map(" ".join, versions.items()), sep=", ")
+    rows: list[Row] = []
+    reasons: dict[str, str] = {}
+    has_failed = False
+    for name in wanted:
         try:
-            rows += case(chosen.quick)
+            rows += pkgutil.resolve_name(f"benchmarks.{_CASES[name]}")(chosen.quick)
         except (ModuleNotFoundError, NotOnThisMachineError) as error:
-            reasons[name] = f"not run: {name}, because {_explain(error)}"
+            reasons[name] = f"not run: {name}, because {error}"
         except Exception as error:
             has_failed = True
             reasons[name] = f"failed: {name}, because {type(error).__name__}: {error}"
     _print_table(rows)
     print(*reasons.values(), sep="\n")
     if chosen.json is not None:
-        written = [vars(row) | {"ratio": row.ratio, "met": row.met} for row in rows]
-        facts = {"machine": machine, "threads": os.environ["OMP_NUM_THREADS"], "versions": versions}
+        written = [row._asdict() | {"ratio": row.ratio, "met": row.met} for row in rows]
+        facts = {"machine": machine, "python": platform.python_version(), "versions": versions}
         chosen.json.write_text(json.dumps({**facts, "rows": written, "not_run": reasons}, indent=2) + "\n")
     return int(has_failed or (chosen.check and (bool(reasons) or not all(row.met for row in rows))))
 
@@ -80,38 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cases() -> Iterator[tuple[str, Case]]:
-    """Yield the cases by name; of a module that cannot be imported one with the module's name, which says why."""
-    for module in _MODULES:
-        try:
-            yield from importlib.import_module(f"benchmarks.{module}").CASES.items()
-        except ModuleNotFoundError as error:
-            yield module, functools.partial(_fail, error)
-
-
-def _fail(error: ModuleNotFoundError, _quick: bool) -> list[Row]:
-    raise error
-
-
-def _explain(error: Exception) -> str:
-    source = _SOURCES.get((getattr(error, "name", None) or "").partition(".")[0])
-    return f"{error}; {source}" if source and not isinstance(error, MissingExtraError) else str(error)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
 def _print_table(rows: list[Row]):
     width = max([len(row.case) for row in rows], default=0)
     print(f"{'case':{width}} {'ours':>10} {'other':>10} {'ratio':>7} {'target':>7}  met")
     for row in rows:
-        numbers = f"{readable(row.ours, row.unit):>10} {readable(row.other, row.unit):>10}"
         judged = "" if row.target is None else f"{row.target:7.2f}  {'yes' if row.met else 'NO'}"
-        print(f"{row.case:{width}} {numbers} {row.ratio:7.3f} {judged}".rstrip())
+        numbers = f"{_readable(row.ours):>10} {_readable(row.other):>10} {row.ratio:7.3f}"
+        print(f"{row.case:{width}} {numbers} {judged}".rstrip())
+
+
+def _readable(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
 if __name__ == "__main__":

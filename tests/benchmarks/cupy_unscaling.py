@@ -6,7 +6,7 @@ measured is on the stream before it begins, and the time that the host takes is 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import gradscale
 from benchmarks.measure import NotOnThisMachineError, Row, compared
@@ -15,15 +15,8 @@ from gradscale.errors import BackendNotAvailableError
 Array = Any
 
 
-class _Sizes(NamedTuple):
-    large: tuple[int, int]  # arrays, elements of each
-    small: tuple[int, int]
-    rounds: int
-
-
-# The large ones are 4 GiB of float32 in all, each a multiple of 64 bytes.
-_FULL = _Sizes((1000, 1_073_744), (3000, 1000), 51)
-_QUICK = _Sizes((1000, 1 << 16), (3000, 1000), 11)
+# Arrays, and the elements of each. The large ones are 4 GiB of float32 in all, each a multiple of 64 bytes.
+_LARGE, _LARGE_QUICK, _SMALL = (1000, 1_073_744), (1000, 1 << 16), (3000, 1000)
 
 _STALL = """
 extern "C" __global__ void stall(long long nanoseconds) {
@@ -58,11 +51,8 @@ def _torch(cupy):
         raise NotOnThisMachineError(msg)
     ours, theirs = cupy.cuda.get_current_stream().ptr, torch.cuda.current_stream().cuda_stream
     if ours != theirs:
-        msg = (
-            f"CuPy and torch must work on one stream, got {ours} and {theirs}: unset "
-            f"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
-        )
-        raise RuntimeError(msg)
+        advice = "unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+        raise RuntimeError(f"CuPy and torch must work on one stream, got {ours} and {theirs}: {advice}")
     return torch
 
 
@@ -97,10 +87,6 @@ def _on_device(cupy, case: str, calls: Mapping[str, Callable[[], object]], round
     return compared(case, calls, rounds, {"device": target}, timed=timed)
 
 
-def _filled(cupy, count: int, size: int, dtype: str = "float32") -> list[Array]:
-    return [cupy.ones(size, dtype=dtype) for _ in range(count)]
-
-
 def _unscale(cupy, sources: Sequence[Array], targets: Sequence[Array]) -> Callable[[], object]:
     """Return an unscale by 1, so that gradients are the same in each round."""
     from gradscale_cupy.arrays import CupyBackend
@@ -132,16 +118,16 @@ def _described(cupy, count: int, size: int, dtype: str = "float32") -> str:
 def copies(quick: bool) -> list[Row]:
     """Unscale in place, and float16 into float32 masters, against a copy that reads and writes as many bytes."""
     cupy = _cupy()
-    sizes = _QUICK if quick else _FULL
-    rows = []
+    large, rounds, rows = _LARGE_QUICK if quick else _LARGE, 11 if quick else 51, []
     # At least 90 or 85 % of the bandwidth is at most 1 / 0.9 or 1 / 0.85 of the time.
     for dtype, into, share in (("float32", "", 0.9), ("float16", " into float32", 0.85)):
-        grads = _filled(cupy, *sizes.large, dtype)
-        outputs = _filled(cupy, *sizes.large) if into else grads
+        count, size = large
+        grads = [cupy.ones(size, dtype=dtype) for _ in range(count)]
+        outputs = [cupy.ones(size, dtype="float32") for _ in range(count)] if into else grads
         moved = sum(x.nbytes for x in (*grads, *outputs))
         calls = {"device": _unscale(cupy, grads, outputs), "peer": _copy(cupy, moved // 2)}
-        case = f"CuPy unscale, {_described(cupy, *sizes.large, dtype)}{into}, {{}} / a copy of as many bytes"
-        rows += _on_device(cupy, case, calls, sizes.rounds, 1 / share)
+        case = f"CuPy unscale, {_described(cupy, *large, dtype)}{into}, {{}} / a copy of as many bytes"
+        rows += _on_device(cupy, case, calls, rounds, 1 / share)
     return rows
 
 
@@ -149,17 +135,13 @@ def against_torch(quick: bool) -> list[Row]:
     """Unscale many large and many small gradients in place, against torch's kernel on the same memory."""
     cupy = _cupy()
     torch = _torch(cupy)
-    sizes = _QUICK if quick else _FULL
-    rows = []
+    large, rounds, rows = _LARGE_QUICK if quick else _LARGE, 11 if quick else 51, []
     # The device is through with it before the next one is timed.
     wait = cupy.cuda.get_current_stream().synchronize
-    for shape, target in ((sizes.large, 1.0), (sizes.small, 0.7)):
-        grads = _filled(cupy, *shape)
+    for shape, target in ((large, 1.0), (_SMALL, 0.7)):
+        grads = [cupy.ones(shape[1], dtype="float32") for _ in range(shape[0])]
         ours, theirs = _unscale(cupy, grads, grads), _unscale_torch(torch, grads)
         case = f"CuPy unscale, {_described(cupy, *shape)}, {{}} / torch's"
-        rows += _on_device(cupy, case, {"device": ours, "peer": theirs}, sizes.rounds, target)
-        rows += compared(case, {"host": (ours, wait), "peer": (theirs, wait)}, sizes.rounds, None)
+        rows += _on_device(cupy, case, {"device": ours, "peer": theirs}, rounds, target)
+        rows += compared(case, {"host": (ours, wait), "peer": (theirs, wait)}, rounds, None)
     return rows
-
-
-CASES = {"cupy-copy": copies, "cupy-torch": against_torch}

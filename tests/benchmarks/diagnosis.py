@@ -30,10 +30,8 @@ def _rows(quick: bool, convert: Callable[[Any], Any], like, read: Callable[[Any]
                 array[::1000], array[1::2000] = np.inf, np.nan
         gradients, scaler = [convert(array) for array in arrays], gradscale.GradScaler()
         scaler.scale(like)
-        calls: Calls = {
-            "diagnose": partial(scaler.diagnose, Idle(gradients)),
-            "peer": partial(lambda x: [*map(read, x)], gradients),
-        }
+        peer = partial(lambda x: [*map(read, x)], gradients)
+        calls: Calls = {"diagnose": partial(scaler.diagnose, Idle(gradients)), "peer": peer}
         library = type(like).__module__.partition(".")[0]
         case = f"{{}}, {_COUNT} float32 arrays of {library} of {size >> 10} Ki, {kind} / one read"
         rows += compared(case, calls, 7 if quick else 21, _READS)
@@ -51,6 +49,3 @@ def with_torch(quick: bool) -> list[Row]:
 
     torch.set_num_threads(1)
     return _rows(quick, torch.from_numpy, torch.ones(()), lambda gradient: gradient.view(torch.int32).amax())
-
-
-CASES = {"diagnosis": with_numpy, "diagnosis-torch": with_torch}

@@ -38,43 +38,31 @@ def _iterated(scaler, losses, optimizer, times: int, clips: bool = False) -> Cal
     return run
 
 
-def _numpy(count: int, times: int, fast: bool) -> Callable[[], None]:
-    optimizer = Idle(np.ones(_SIZE, np.float32) for _ in range(count))
-    scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=fast))
-    return _iterated(scaler, itertools.repeat(np.ones((), np.float32)), optimizer, times)
-
-
-def _torch(kind, count: int, times: int) -> Callable[[], None]:
-    import torch
-
-    parameters = [torch.nn.Parameter(torch.zeros(_SIZE)) for _ in range(count)]
-    for parameter in parameters:
-        parameter.grad = torch.ones(_SIZE)
-    scaler = kind("cpu", **_SETTINGS)
-    return _iterated(scaler, itertools.repeat(torch.ones(())), Idle(parameters=parameters), times)
+def _of_numpy(count: int, size: int = _SIZE) -> Idle:
+    return Idle(np.ones(size, np.float32) for _ in range(count))
 
 
 def iterations(quick: bool) -> list[Row]:
     """Time an optimizer that does nothing, with more and more gradients of 10 elements."""
     import torch
 
-    import gradscale_torch
+    from benchmarks.torch_scalers import idle
+    from gradscale_torch import GradScaler
 
-    torch.set_num_threads(1)
     rows = []
     for count in _COUNTS:
-        times = max(1, _TOGETHER // (10 + count))
-        calls = {
-            "numpy": _numpy(count, times, fast=False),
-            "numpy with fast": _numpy(count, times, fast=True),
-            "torch": _torch(gradscale_torch.GradScaler, count, times),
-            "peer": _torch(torch.amp.GradScaler, count, times),
-        }
+        times, calls = max(1, _TOGETHER // (10 + count)), {}
+        for name, fast in (("numpy", False), ("numpy with fast", True)):
+            scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=fast))
+            calls[name] = _iterated(scaler, itertools.repeat(np.ones((), np.float32)), _of_numpy(count), times)
+        for name, kind in (("torch", GradScaler), ("peer", torch.amp.GradScaler)):
+            losses = itertools.repeat(torch.ones(()))
+            calls[name] = _iterated(kind("cpu", **_SETTINGS), losses, idle((count, _SIZE)), times)
         rounds = max(11, 20_000 // (10 + count) // times) // (5 if quick else 1)
         case = f"iteration of {count} gradients of {_SIZE} elements, {{}} / torch's"
         targets = {name: known.get(count, 1.0) for name, known in _TARGETS.items()}
         made = compared(case, calls, rounds, targets)
-        rows += [Row(row.case, row.ours / times, row.other / times, "s", row.target) for row in made]
+        rows += [Row(row.case, row.ours / times, row.other / times, row.target) for row in made]
     return rows
 
 
@@ -84,15 +72,11 @@ def spikes(quick: bool) -> list[Row]:
     for size, (clips, judged) in itertools.product((_SIZE, 1_000), ((False, "losses"), (True, "losses and norms"))):
         calls = {}
         for name, skip in (("skip=", gradscale.SkipSpikes()), ("peer", None)):
-            optimizer = Idle(np.ones(size, np.float32) for _ in range(_TOGETHER))
             scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=False), skip=skip)
             losses = [np.asarray(x, np.float32) for x in np.random.default_rng(0).normal(2.0, 0.1, 1_000)]
-            calls[name] = _iterated(scaler, itertools.cycle(losses), optimizer, 1, clips)
+            calls[name] = _iterated(scaler, itertools.cycle(losses), _of_numpy(_TOGETHER, size), 1, clips)
             for _ in range(150):
                 calls[name]()
         case = f"iteration of 300 gradients of {size} elements, {{}} with {judged} / without skip="
         rows += compared(case, calls, 100 if quick else 1_000, 1.25)
     return rows
-
-
-CASES = {"iterations": iterations, "spikes": spikes}

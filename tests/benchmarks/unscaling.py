@@ -67,6 +67,3 @@ def master_gradients(quick: bool) -> list[Row]:
     }
     case = f"{size >> 20} Mi float16 to float32, {{}} / astype, multiply, isfinite"
     return compared(case, calls, 11 if quick else 31, targets)
-
-
-CASES = {"large": large_array, "masters": master_gradients}
