@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import Library
+from libraries import Library, opened
 
 from gradscale import presets
 
@@ -87,7 +87,7 @@ def test_the_scale_is_the_originals_after_each_step(arrays: Library, name: str):
 PLAIN: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 4}
 
 
-def test_a_wrong_rule_does_not_pass(strict: Library):
+def test_a_wrong_rule_does_not_pass():
     """Every preset is told apart from its neighbours by some sequence."""
     h2 = "(h=2)"
     wrong = {
@@ -101,6 +101,7 @@ def test_a_wrong_rule_does_not_pass(strict: Library):
             **PLAIN, hysteresis=1, raise_at_min=False
         ),
     }
-    for name, rule in wrong.items():
-        differs = [trace(strict, rule, steps) != nearest(RECORDED[name][key]) for key, steps in SEQUENCES.items()]
-        assert any(differs), name
+    with opened("numpy") as library:
+        for name, rule in wrong.items():
+            differs = [trace(library, rule, steps) != nearest(RECORDED[name][key]) for key, steps in SEQUENCES.items()]
+            assert any(differs), name
