@@ -30,7 +30,8 @@ def test_marked(): ...
 """
 FIRST = {"shell[numpy]", "shell[strict]"}
 STANDARDS = "strict-2024.12", "strict-2023.12"
-OTHERS = {f"shell[{name}]" for name in ("numpy-readonly", "torch", "torch-core", "dask", "jax", *STANDARDS)}
+PURE = {f"shell[{name}]" for name in ("numpy-readonly", "torch", "dask", "jax")}
+OTHERS = PURE | {f"shell[{name}]" for name in ("torch-core", *STANDARDS)}
 QUICK = {"world[threads]", "world[gloo-early]", *FIRST}
 RANKS = QUICK | OTHERS | {"world[mpi]", "marked"}
 
@@ -41,7 +42,7 @@ RANKS = QUICK | OTHERS | {"world[mpi]", "marked"}
         ("quick", False, "", QUICK),
         ("ranks", False, "", RANKS),
         ("all", False, "", RANKS | {"world[mpi-late]"}),
-        ("quick", True, "", QUICK | OTHERS),
+        ("quick", True, "", QUICK | PURE),
         # A test that is named by its id is run in any tier.
         ("quick", False, "::test_world[mpi-late]", {"world[mpi-late]"}),
     ],

@@ -7,8 +7,8 @@ tier that runs a test is, in this order:
 - what it says on the class or the module;
 - ``ranks`` for a world of real processes, else ``quick``.
 
-A row of ``arrays`` comes later still in a module that does not say ``PURE = True``: its tests are of the shell, which
-runs the same Python on every library. In ``ranks``, or where ``pytest.mark.rows(name)`` says.
+Of the rows of ``arrays`` only the first two libraries are ``quick``: the shell runs the same Python on every one. In a
+module that says ``PURE = True`` those are quick, too, on which the pure functions are other code.
 
 A function of many cases takes all of them on NumPy, and before ``all`` a third on each other row, which is not the same
 third on the next one. A test that is asked for by its id is run.
@@ -25,7 +25,7 @@ from worlds import ProcessWorld
 
 TIERS = ("quick", "ranks", "all")
 _VARIABLE = "GRADSCALE_TEST_TIER"
-_ROWS_OF_THE_SHELL = ("numpy", "strict")
+_QUICK_ROWS = {False: ("numpy", "strict"), True: ("numpy", "numpy-readonly", "strict", "torch", "dask", "jax")}
 _SHARE = 3  # one case of so many on a row that repeats another one
 
 
@@ -84,14 +84,9 @@ def _tier_of(item: pytest.Item) -> str:
         said = outer.args[0]
     else:
         said = "ranks" if isinstance(parameters.get("world"), ProcessWorld) else "quick"
-    is_late = (
-        "arrays" in item.fixturenames  # type: ignore[attr-defined]
-        and parameters.get("arrays", "numpy") not in _ROWS_OF_THE_SHELL
-        and not getattr(item.module, "PURE", False)  # type: ignore[attr-defined]
-    )
-    mark = item.get_closest_marker("rows")
-    rows = "ranks" if mark is None else mark.args[0]
-    return max(said, rows if is_late else "quick", key=_position)
+    is_pure: bool = getattr(getattr(item, "module", None), "PURE", False)
+    is_late = "arrays" in parameters and parameters["arrays"] not in _QUICK_ROWS[is_pure]
+    return max(said, "ranks" if is_late else "quick", key=_position)
 
 
 def _position(tier: str) -> int:
