@@ -1,8 +1,14 @@
-"""Waiting on a group: what poll asks and when it ends; what GroupWait raises, and when it gives the group up."""
+"""Waiting for ranks: what poll asks and when it ends; DeviceCollectives over a communicator made here, to every end.
+
+What two libraries' communicators add is tested over these: test_cupy_nccl.py and test_nccl4py_gpu.py in ../adapters.
+"""
 
 import math
 import random
+import re
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +17,21 @@ import pytest
 from optimizers import Tree
 from tiers import examples
 
-from gradscale import BackendError, InvalidValueError, ShardedGradScaler, waiting
+from gradscale import (
+    BackendError,
+    CallOrderError,
+    CollectiveTimeoutError,
+    InvalidValueError,
+    ShardedGradScaler,
+    waiting,
+)
 from gradscale.testing import ThreadCollectives, run_ranks
-from gradscale.waiting import GroupWait, poll
+from gradscale.waiting import DeviceCollectives, GroupWait, poll
+
+pytestmark = pytest.mark.numpy
+
+PATIENCE = 20.0
+SHORT = 0.05
 
 
 class Clock:
@@ -72,57 +90,187 @@ def test_it_asks_once_more_when_the_time_is_over(clock: Clock, timeout: float, c
     assert asked[-1] >= timeout
 
 
-class Group:
-    """A library's group."""
+class Courier:
+    """A communicator of one of two ranks, of which the other comes when the test says so."""
+
+    rank, size = 0, 2
+
+    def __init__(self, *, connects: bool = False, here: bool = False):
+        # Whether the first collective of each length holds the thread that starts it, which may have to be this one.
+        self.connects, self.here = connects, here
+        self.has_come = threading.Event()
+        self.lengths: set[int] = set()
+        self.issued_by: list[str] = []
+        self.aborts = 0
+        # What the library, the device and the end of the communicator come to.
+        self.error: BaseException | None = None
+        self.failure: Exception | None = None
+        self.end: Callable[[], object] = lambda: None
+
+    def example(self):
+        return np.zeros((), np.float32)
+
+    def all_reduce(self, x: Any, start: Callable[..., None]):
+        def issue():
+            self.issued_by.append(threading.current_thread().name)
+            if self.connects and len(x) not in self.lengths:
+                self.has_come.wait()
+            self.lengths.add(len(x))
+
+        def is_done() -> bool:
+            if self.failure is not None:
+                raise self.failure
+            return self.has_come.is_set()
+
+        if x[0] < 0:
+            raise CallOrderError("elsewhere")
+        start(issue, here=self.here)
+        return is_done, lambda: x + 1
+
+    def check(self):
+        if self.error is not None:
+            raise self.error
+
+    def abort(self):
+        self.aborts += 1
+        self.end()
+        # What waits on a device, or to connect, ends with the communicator.
+        self.has_come.set()
 
 
-def wait_on(group: Group, given_up: list[BaseException] | None = None, **options) -> GroupWait:
-    settings: dict[str, Any] = {
-        "library": "Courier",
-        "timeout": 0.0,
-        "refusal": "pass another one",
-        "rank": 1,
-        "size": 3,
-    }
-    return GroupWait(group, on_give_up=None if given_up is None else given_up.append, **settings | options)
+def wait_on(comm: Any, timeout: float = SHORT) -> GroupWait:
+    options: dict[str, Any] = {"rank": 1, "size": 3, "describe": lambda error: f"status {error}"}
+    return GroupWait(comm, library="Courier", timeout=timeout, refusal="pass another one", **options)
 
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def call():
-        raise error
-
-    return call
+def over(comm: Any, timeout: float = SHORT) -> DeviceCollectives:
+    return DeviceCollectives(wait_on(comm, timeout), lambda group: group.group, comm)
 
 
-def test_what_the_library_raises_becomes_a_backend_error_and_gives_the_group_up():
-    group, given_up = Group(), []
-    wait = wait_on(group, given_up, describe=lambda error: f"status {error}")
-    assert wait.run(lambda: 4) == 4
-    cause = OSError(7)
-    with pytest.raises(
-        BackendError, match=r"^Courier failed on rank 1 of 3 while the ranks agreed on a step: status 7$"
-    ) as caught:
-        wait.run(raising(cause))
-    assert caught.value.__cause__ is cause
-    assert given_up == [caught.value]
-    # Whoever holds it: the messages of both would meet.
-    for one in (wait, wait_on(group)):
-        with pytest.raises(BackendError, match=r"^pass another one\. It was given up for: BackendError\(.*status 7"):
-            one.require_usable()
-    wait_on(Group()).require_usable()
+def vector(*values: int):
+    return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), InvalidValueError("wrong")])
-def test_ctrl_c_and_errors_of_gradscale_are_raised_as_they_are_and_give_the_group_up(error: BaseException):
-    group, given_up = Group(), []
-    with pytest.raises(type(error)) as caught:
-        wait_on(group, given_up).run(raising(error))
-    assert caught.value is error
-    # The first reason is kept, and told once.
-    wait_on(group, given_up).give_up(ValueError("second"))
-    assert given_up == [error]
-    with pytest.raises(BackendError, match=type(error).__name__):
-        wait_on(group).require_usable()
+def test_starting_waits_for_nothing_but_the_first_of_each_length_where_another_thread_may_issue_it():
+    here = threading.current_thread().name
+    for comm, names in ((Courier(), ["gradscale", here, here, "gradscale"]), (Courier(here=True), [here] * 4)):
+        collectives = over(comm)
+        for length in (2, 2, 2, 3):
+            collectives.start_max(vector(*range(length)))
+        assert comm.issued_by == names
+
+
+def test_a_result_is_waited_for_once_and_is_the_same_each_time():
+    comm = Courier()
+    pending = over(comm, PATIENCE).start_max(vector(1, 2))
+    threading.Timer(0.02, comm.has_come.set).start()
+    result = pending()
+    comm.failure = ValueError("asked once more")
+    assert pending() is result
+    assert result.tolist() == [2, 3]
+
+
+def test_what_cannot_be_reduced_is_an_error_before_it_is_sent_and_gives_nothing_up_but_what_fails_in_the_library():
+    comm = Courier()
+    collectives = over(comm)
+    for values, dtype, text in (([1], np.int64, "1-d int64"), ([[1]], np.int32, "2-d int32"), (1, np.int32, "0-d")):
+        with pytest.raises(InvalidValueError, match=f"only 1-d int32 arrays are reduced, got {text}"):
+            collectives.start_max(np.asarray(values, dtype))
+    with pytest.raises(CallOrderError, match="elsewhere"):
+        collectives.start_max(vector(-1))
+    assert (comm.issued_by, comm.aborts) == ([], 0)
+    collectives.start_max(vector(1))
+
+
+def interrupt(_: Courier):
+    signal.raise_signal(signal.SIGINT)
+
+
+def failing(name: str, error: BaseException, *, has_come: bool = False):
+    """Return what happens to a communicator when the library or the device fails, perhaps after an answer."""
+
+    def fail(comm: Courier):
+        setattr(comm, name, error)
+        if has_come:
+            comm.has_come.set()
+
+    return fail
+
+
+LAME = OSError("the horse is lame")
+FAILED = "^Courier failed on rank 0 of 2 while the ranks agreed on a step: status the horse is lame$"
+# What happens while a rank waits, and what it ends with; and whether it may wait for the library to connect the ranks.
+ENDS: dict[str, tuple[Callable[[Courier], None], type[BaseException], str, bool]] = {
+    "nobody comes": (lambda _: None, CollectiveTimeoutError, r"waited 0\.05 s for the agreement on a step", True),
+    "the library fails": (failing("error", LAME), BackendError, FAILED, True),
+    "the library fails after an answer": (failing("error", LAME, has_come=True), BackendError, FAILED, False),
+    "the device fails": (failing("failure", LAME), BackendError, FAILED, False),
+    "an error of gradscale": (failing("error", InvalidValueError("wrong")), InvalidValueError, "^wrong$", True),
+    "Ctrl-C": (interrupt, KeyboardInterrupt, "^$", True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "connects"), [(name, connects) for name in ENDS for connects in {False, ENDS[name][3]}]
+)
+def test_whatever_ends_a_wait_is_raised_soon_and_ends_the_group_once(name: str, connects: bool):
+    happen, kind, said, _ = ENDS[name]
+    comm, is_late = Courier(connects=connects), kind is CollectiveTimeoutError
+    collectives = over(comm, SHORT if is_late else math.inf)
+
+    def soon():
+        while not comm.issued_by:
+            time.sleep(1e-3)
+        time.sleep(SHORT)
+        happen(comm)
+
+    begin = time.monotonic()
+    threading.Thread(target=soon, daemon=True).start()
+    with pytest.raises(kind, match=said) as caught:
+        collectives.start_max(vector(1, 2))()
+    assert SHORT <= time.monotonic() - begin < PATIENCE
+    assert caught.value.__cause__ is (LAME if kind is BackendError else None)
+    if is_late:
+        assert (caught.value.rank, caught.value.size, caught.value.seconds) == (0, 2, SHORT)
+    # The first reason is kept, whoever holds the group: the messages of both would meet.
+    wait_on(comm).give_up(ValueError("second"))
+    for use in (lambda: collectives.start_max(vector(1, 2)), lambda: over(comm), wait_on(comm).require_usable):
+        with pytest.raises(BackendError, match=rf"^pass another one\. It was given up for: {kind.__name__}\("):
+            use()
+    assert comm.aborts == 1
+
+
+def test_what_was_under_way_at_a_timeout_is_no_answer_though_it_has_ended():
+    collectives = over(Courier())
+    first, second = (collectives.start_max(vector(k)) for k in range(2))
+    with pytest.raises(CollectiveTimeoutError):
+        first()
+    for pending in (first, second):
+        with pytest.raises(BackendError, match="given up"):
+            pending()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.5, r"the communicator was not aborted within 0\.01 s: end this process"),
+        (None, "the communicator could not be aborted: status it is not here: end this process"),
+    ],
+    ids=["hangs", "fails"],
+)
+def test_an_end_that_does_not_work_hides_no_error(seconds: float | None, said: str, monkeypatch: pytest.MonkeyPatch):
+    def end():
+        if seconds is None:
+            raise OSError("it is not here")
+        time.sleep(seconds)
+
+    monkeypatch.setattr(waiting, "_ABORTING", 0.01 if seconds else 10.0)
+    comm = Courier()
+    comm.end = end
+    with pytest.raises(CollectiveTimeoutError, match="agreement on a step") as raised:
+        over(comm).start_max(vector(1))()
+    (note,) = raised.value.__notes__
+    assert re.fullmatch(said, note), note
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(59.0, 0), (61.0, 1), (300.0, 1)])
@@ -130,7 +278,7 @@ def test_ctrl_c_and_errors_of_gradscale_are_raised_as_they_are_and_give_the_grou
 def test_a_wait_of_more_than_a_minute_is_told_once_on_the_log(
     clock: Clock, caplog: pytest.LogCaptureFixture, seconds: float, lines: int, timeout: float
 ):
-    wait_on(Group(), timeout=timeout).until(lambda: clock.now >= seconds, "a letter", longest_pause=0.4)
+    wait_on(Courier(), timeout).until(lambda: clock.now >= seconds, "a letter", longest_pause=0.4)
     left = "never gives up" if math.isinf(timeout) else f"gives up in {timeout - 60:g} s"
     told = f"rank 1 of 3 has waited 60 s for the other ranks to come to a letter, and {left}"
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [told] * lines
