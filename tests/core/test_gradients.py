@@ -1,6 +1,7 @@
 """Where GradScaler finds an optimizer's gradients, and how unscaled ones go back to it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,65 +12,45 @@ import gradscale
 from gradscale import GradScaler, InvalidTypeError
 
 
-def test_gradients_that_properties_convert_are_given_back(arrays: Library):
-    class Converting:
-        stored = None
+class Converting:
+    """Converts a gradient when it is read and assigned; an optimizer of one, and a parameter."""
 
-        @property
-        def grad(self):
-            return None if self.stored is None else arrays.asarray(self.stored)
+    def __init__(self, arrays: Library, stored: float | None):
+        self.arrays, self.stored = arrays, stored
 
-        @grad.setter
-        def grad(self, value):
-            self.stored = float(value)
+    @property
+    def grad(self):
+        return None if self.stored is None else self.arrays.asarray(self.stored)
 
-    class Holding(Converting):
-        grads = Converting.grad
+    @grad.setter
+    def grad(self, value):
+        self.stored = float(value)
 
-        def step(self):
-            return "stepped"
+    grads = grad
 
-    for is_tree in (True, False):
-        scaler, one, empty = GradScaler(init_scale=4.0), Holding(), Holding()
-        optimizer = one if is_tree else Grouped([])
-        if not is_tree:
-            optimizer.param_groups = [{"params": [one, empty]}]
-        one.stored = 8.0
-        scaler.scale(arrays.asarray(1.0))
-        assert scaler.step(optimizer) == "stepped"
-        assert (one.stored, empty.stored) == (2.0, None)
+    def step(self):
+        return "stepped"
 
 
-@pytest.mark.numpy
-@pytest.mark.parametrize("kind", ["grads", "grad"])
-def test_copies_that_are_made_when_gradients_are_read_and_cannot_be_given_back_are_an_error(kind: str):
-    class Copying:
-        stored = np.full(2, 8.0, np.float32)
-        grads = property(lambda self: [self.stored.copy()])
-        grad = property(lambda self: self.stored.copy())
+class Copying:
+    """Copies gradients when they are read, and takes none back."""
 
-        def step(self):
-            return self.stored.tolist()
+    stored = np.full(2, 8.0, np.float32)
+    grads = property(lambda self: [self.stored.copy()])
+    grad = property(lambda self: self.stored.copy())
 
-    given = Grouped([])
-    given.param_groups = [{"params": [Copying()]}]
-    optimizer, scaler = Copying() if kind == "grads" else given, GradScaler(init_scale=4.0)
-    scaler.scale(np.ones(1, np.float32))
-    with pytest.raises(InvalidTypeError, match=rf"{kind} of Copying must be assignable.*made when they are read"):
-        scaler.step(optimizer)
-    # A guard has nothing to give back.
-    assert gradscale.StepGuard().step(Copying()) == [8.0, 8.0]
+    def step(self):
+        return self.stored.tolist()
 
 
-@pytest.mark.numpy
-@pytest.mark.parametrize("is_outer", [False, True], ids=["params", "param_groups"])
-def test_an_iterator_that_the_optimizer_would_find_empty_is_refused(is_outer: bool):
-    scaler, optimizer = GradScaler(), Grouped([np.ones(1, np.float32)])
-    (group,) = optimizer.param_groups
-    optimizer.param_groups = iter([group]) if is_outer else [{"params": iter(group["params"])}]
-    scaler.scale(np.ones(1, np.float32))
-    with pytest.raises(InvalidTypeError, match=r"must be a list .*got <list_iterator"):
-        scaler.step(optimizer)
+class Fixed:
+    """Has gradients of half precision that nobody can assign, and wants others."""
+
+    master_dtype = np.float32
+    grads = property(lambda _: np.ones(1, np.float16))
+
+    def step(self):
+        raise AssertionError
 
 
 class Unreadable:
@@ -79,30 +60,65 @@ class Unreadable:
         raise RuntimeError(api_version)
 
 
-@pytest.mark.parametrize("kind", ["list", "array", "bools", "unreadable"])
+def with_groups(*groups) -> Grouped:
+    """Return an optimizer with these ``param_groups``."""
+    optimizer = Grouped()
+    optimizer.param_groups = [*groups]
+    return optimizer
+
+
+def test_gradients_that_properties_convert_are_given_back(arrays: Library):
+    for is_tree in (True, False):
+        scaler, one, empty = GradScaler(init_scale=4.0), Converting(arrays, 8.0), Converting(arrays, None)
+        scaler.scale(arrays.asarray(1.0))
+        assert scaler.step(one if is_tree else with_groups({"params": [one, empty]})) == "stepped"
+        assert (one.stored, empty.stored) == (2.0, None)
+
+
+NO_OPTIMIZER, NO_GROUP = r"param_groups .* or grads .*got", r"param_groups\[0\] of Grouped must be a dict with 'params'"
+MADE, EMPTY = "of Copying must be assignable.*made when they are read", r"must be a list .*got <list_iterator"
+UNASSIGNED = r"grads of Fixed must be assignable.*master_dtype.*give it a setter"
+IN_GROUPS = with_groups()
+IN_GROUPS.param_groups = iter([{"params": [Parameter()]}])
+REFUSED: list[tuple[str, Any]] = [
+    *((NO_OPTIMIZER, wrong) for wrong in (object(), 3, "SGD", lambda: None)),
+    *((NO_GROUP, with_groups(group)) for group in (3, {"weights": []}, [Parameter()])),
+    (r"a parameter of Grouped must have \.grad, got 3", with_groups({"params": [3]})),
+    (f"grads {MADE}", Copying()),
+    (f"grad {MADE}", with_groups({"params": [Copying()]})),
+    # The optimizer would find it empty.
+    (EMPTY, with_groups({"params": iter([Parameter(np.ones(1, np.float32))])})),
+    (EMPTY, IN_GROUPS),
+    (UNASSIGNED, Fixed()),
+]
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize(("said", "optimizer"), REFUSED)
+def test_an_optimizer_whose_gradients_cannot_be_found_or_given_back_is_an_error_that_says_so(said: str, optimizer):
+    scaler = GradScaler(init_scale=4.0)
+    scaler.scale(np.ones(1, np.float32))
+    with pytest.raises(InvalidTypeError, match=said):
+        scaler.unscale_(optimizer)
+
+
+@pytest.mark.numpy
+def test_a_guard_has_nothing_to_give_back():
+    assert gradscale.StepGuard().step(Copying()) == [8.0, 8.0]
+
+
 @pytest.mark.parametrize("of", [Tree, Grouped])
-def test_gradients_that_cannot_be_divided_are_refused_and_nothing_is_touched(arrays: Library, kind: str, of):
+def test_gradients_that_cannot_be_divided_are_refused_and_nothing_is_touched(arrays: Library, of):
     scaler, good = GradScaler(init_scale=4.0), arrays.asarray([8.0])
     scaler.scale(arrays.asarray(1.0))
-    bad = {"list": 65536, "array": arrays.asarray([65536, 2], "int32"), "bools": True, "unreadable": Unreadable()}[kind]
-    optimizer = of([good, bad])
-    message = "cannot be read, got AttributeError" if kind == "unreadable" else "1 must have a floating or complex"
-    for call in (scaler.unscale_, scaler.step):
-        with pytest.raises(InvalidTypeError, match=rf"gradient of {of.__name__}.* {message}"):
-            call(optimizer)
-    arrays.assert_array(good, [8.0])
-    assert not optimizer.steps
-
-
-def test_a_gradient_that_two_parameters_share_and_a_parameter_that_is_listed_twice_are_unscaled_once(arrays: Library):
-    scaler = GradScaler()
-    [grad] = scaled(arrays, scaler, 4.0)
-    grouped, tree = Grouped([grad, grad]), Tree([scaled(arrays, scaler, 4.0)[0]] * 2)
-    grouped.param_groups.append({"params": [grouped.parameters[0]]})
-    for optimizer in (grouped, tree):
-        scaler.step(optimizer)
-        for shared in optimizer.gradients():
-            arrays.assert_array(shared, [4.0])
+    for bad in (65536, True, arrays.asarray([65536, 2], "int32"), Unreadable()):
+        optimizer, is_unreadable = of([good, bad]), type(bad) is Unreadable
+        message = "cannot be read, got AttributeError" if is_unreadable else "1 must have a floating or complex"
+        for call in (scaler.unscale_, scaler.step):
+            with pytest.raises(InvalidTypeError, match=rf"gradient of {of.__name__}.* {message}"):
+                call(optimizer)
+        arrays.assert_array(good, [8.0])
+        assert not optimizer.steps
 
 
 class Listing:
@@ -115,11 +131,11 @@ class Listing:
         return iter(self._parameters)
 
 
-def test_parameters_are_looked_for_anew_in_each_iteration_however_they_are_listed(arrays: Library):
+def test_parameters_are_looked_for_anew_in_each_iteration_however_they_are_listed_and_unscaled_once(arrays: Library):
     scaler, optimizer = GradScaler(), Grouped()
-    kept, without = Parameter(), Parameter()
+    kept, without, one, other = (Parameter() for _ in range(4))
 
-    def listings():
+    def listings() -> Iterator[list[Any]]:
         first = [kept, without]
         yield [first]
         # In place, too.
@@ -127,23 +143,26 @@ def test_parameters_are_looked_for_anew_in_each_iteration_however_they_are_liste
         yield [first]
         first.append(Parameter())
         yield [first]
-        yield from ([first, (kept,)], [Listing(kept, Parameter())], [Listing(without, kept)])
+        # One bare parameter may stand for a list, and one be listed twice.
+        yield from ([first, (kept,)], [Listing(kept, Parameter())], [Listing(without, kept)], [kept])
+        yield [[one, other], [one]]
 
     for params in listings():
         optimizer.param_groups = [{"params": each} for each in params]
-        for parameter in optimizer.parameters:
-            [parameter.grad] = scaled(arrays, scaler, 4.0) if parameter is not without else [None]
-        scaler.step(optimizer)
+        found = {parameter for each in params for parameter in ([each] if each is kept else each)} - {without}
+        for parameter in found:
+            [parameter.grad] = scaled(arrays, scaler, 4.0)
+        # Two share a gradient.
+        one.grad = other.grad
+        scaler.unscale_(optimizer)
         scaler.update()
-        for parameter in optimizer.parameters:
-            if parameter is not without:
-                arrays.assert_array(parameter.grad, [4.0])
+        for parameter in found:
+            arrays.assert_array(parameter.grad, [4.0])
         assert without.grad is None
-    # One bare parameter may stand for a list.
-    kept.grad = scaled(arrays, scaler, 4.0)[0]
-    optimizer.param_groups = [{"params": kept}]
-    scaler.unscale_(optimizer)
-    arrays.assert_array(kept.grad, [4.0])
+    tree = Tree(scaled(arrays, scaler, 4.0) * 2)
+    scaler.step(tree)
+    for grad in tree.grads:
+        arrays.assert_array(grad, [4.0])
 
 
 @pytest.mark.parametrize(("own", "master"), [("float64", "float32"), ("float32", "float64")])
@@ -155,35 +174,3 @@ def test_master_dtype_gives_gradients_in_that_dtype(arrays: Library, own: str, m
     scaler.step(optimizer)
     arrays.assert_array(optimizer.gradients()[0], [2.0], master)
     arrays.assert_array(given, [2048.0], own)
-
-
-@pytest.mark.numpy
-def test_gradients_that_cannot_be_assigned_in_a_master_dtype_are_an_error_that_says_so():
-    class Fixed:
-        master_dtype = np.float32
-        grads = property(lambda self: self.held)
-
-        def __init__(self, held):
-            self.held = held
-
-        def step(self):
-            raise AssertionError
-
-    scaler = GradScaler(init_scale=4.0)
-    with pytest.raises(InvalidTypeError, match=r"grads of Fixed must be assignable.*master_dtype.*give it a setter"):
-        scaler.step(Fixed(scaler.scale(np.ones(1, np.float16))))
-
-
-def test_an_optimizer_must_have_gradients_or_groups_of_parameters(arrays: Library):
-    scaler, optimizer = GradScaler(), Grouped()
-    scaler.scale(arrays.asarray(1.0))
-    for wrong in (object(), 3, "SGD", lambda: None):
-        with pytest.raises(InvalidTypeError, match=r"param_groups .* or grads .*got"):
-            scaler.unscale_(wrong)  # type: ignore[arg-type]
-    for groups in ([3], [{"weights": []}], [[Parameter()]]):
-        optimizer.param_groups = groups
-        with pytest.raises(InvalidTypeError, match=r"param_groups\[0\] of Grouped must be a dict with 'params'"):
-            scaler.step(optimizer)
-    optimizer.param_groups = [{"params": [3]}]
-    with pytest.raises(InvalidTypeError, match=r"a parameter of Grouped must have \.grad, got 3"):
-        scaler.step(optimizer)

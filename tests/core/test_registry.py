@@ -1,4 +1,4 @@
-"""The registry: adapters by name, loaded lazily, with errors that say what to do."""
+"""The registry: adapters by name, loaded lazily, with errors that say what to do; and the tree of errors."""
 
 import importlib.metadata
 import re
@@ -22,9 +22,27 @@ from gradscale.testing import check_backend
 Install = Callable[..., None]
 
 
+class Adapter(Backend):
+    """A whole array adapter."""
+
+    name = "mine"
+
+
+class Lookalike:
+    """What has the methods of an adapter, and is none."""
+
+    name = "mine"
+    read, unscale, placement, example, fingerprint = (
+        *(Backend.read, Backend.unscale, Backend.placement, Backend.example, Backend.fingerprint),
+    )
+
+
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Return a function that makes the given entry points (name, value) the only installed ones."""
+    """Return a function that makes some entry points (name, value) the only ones; there is a module ``mine``."""
+    mine: Any = ModuleType("mine")
+    mine.adapter, mine.other = Adapter(), Lookalike()
+    monkeypatch.setitem(sys.modules, "mine", mine)
 
     def replace(*entries: tuple[str, str]):
         points = [EntryPoint(name, value, registry.GROUP) for name, value in entries]
@@ -39,26 +57,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     yield replace
     monkeypatch.undo()
     registry.refresh()
-
-
-class Adapter(Backend):
-    """A whole array adapter."""
-
-    name = "mine"
-
-
-def module(monkeypatch: pytest.MonkeyPatch, name: str, **members):
-    """Make a module importable."""
-    made = ModuleType(name)
-    vars(made).update(members)
-    monkeypatch.setitem(sys.modules, name, made)
-
-
-def test_the_adapters_of_this_distribution_are_registered():
-    assert {"numpy", "mpi4py"} <= set(registry.names())
-    assert registry.names() == sorted(registry.names())
-    assert registry.get("numpy").name == "numpy"
-    assert registry.get("numpy") is registry.get("numpy")
 
 
 @pytest.mark.numpy
@@ -78,89 +76,51 @@ def test_a_library_without_adapter_is_served_by_the_pure_core(strict: Library):
         registry.backend_for(strict.asarray(1.0)).example()
 
 
-def test_an_adapter_is_found_along_the_mro_by_the_top_level_module(install: Install, monkeypatch: pytest.MonkeyPatch):
-    class Tensor:
-        __module__ = "mylib.deep.inside"
-
-    class Derived(Tensor):
-        __module__ = "elsewhere"
-
-    install(("mylib", "gradscale_mylib:backend"))
-    module(monkeypatch, "gradscale_mylib", backend=Adapter())
-    assert registry.backend_for(Derived()) is registry.get("mylib")
-    assert registry.names() == ["mylib"]
-
-
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("numpy", re.escape(remedy("numpy"))),
-        ("mpi4py", re.escape(remedy("mpi"))),
-        ("mylib", "install the package that provides it"),
-    ],
-)
-def test_a_missing_adapter_is_named_with_what_to_install(install: Install, name: str, command: str):
-    install(("other", "gradscale_other:backend"))
-    with pytest.raises(BackendNotAvailableError, match=f"registered for '{name}'; {command}. Registered: other"):
-        registry.get(name)
+def test_an_adapter_is_found_along_the_mro_by_the_top_level_module_also_when_it_is_installed_later(install: Install):
+    tensor = type("Tensor", (), {"__module__": "mylib.deep.inside"})
+    derived = type("Derived", (tensor,), {"__module__": "elsewhere"})
     install()
-    with pytest.raises(BackendNotAvailableError, match="Registered: none"):
+    assert registry.backend_for(derived()).name == "generic"
+    # One that is found twice is one.
+    install(("mylib", "mine:adapter"), ("another", "nowhere:adapter"), ("mylib", "mine:adapter"))
+    assert registry.backend_for(derived()) is registry.get("mylib") is sys.modules["mine"].adapter
+    assert registry.names() == ["another", "mylib"]
+
+
+NUMPY, MPI = (re.escape(remedy(extra)) for extra in ("numpy", "mpi"))
+MISSING, FAILED = BackendNotAvailableError, BackendError
+# What is asked for, the entry points that there are, the error, what it says, and its cause.
+WRONG: list[tuple[str, list[tuple[str, str]], type[Exception], str, type[Exception] | None]] = [
+    ("numpy", [("other", "any:one")], MISSING, f"registered for 'numpy'; {NUMPY}. Registered: other", None),
+    ("mpi4py", [("other", "any:one")], MISSING, f"registered for 'mpi4py'; {MPI}. Registered: other", None),
+    ("mylib", [], MISSING, "'mylib'; install the package that provides it. Registered: none", None),
+    ("numpy", [("numpy", "nowhere:one")], MISSING, f"nowhere.*; {NUMPY}", ModuleNotFoundError),
+    ("a", [("a", "mine:none")], FAILED, "'a', mine:none, failed while it was loaded", AttributeError),
+    (
+        *("a", [("a", "second:one"), ("a", "first:one")], FAILED),
+        *(r"^2 gradscale adapters .*'a': first:one \(from .*\) and second:one \(from .*\); uninstall", None),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "entries", "kind", "said", "cause"), WRONG)
+def test_an_adapter_that_is_not_there_or_fails_is_named_with_what_to_do(
+    install: Install, name: str, entries: list[tuple[str, str]], kind: type[Exception], said: str, cause: Any
+):
+    install(*entries)
+    with pytest.raises(kind, match=said) as caught:
         registry.get(name)
+    assert type(caught.value.__cause__) is (cause or type(None))
 
 
-def test_two_adapters_of_one_name_are_an_error_that_names_both_but_one_that_is_found_twice_is_one(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-):
-    install(("mine", "second:backend"), ("mine", "first:backend"))
-    message = r"2 gradscale adapters .*'mine': first:backend \(from .*\) and second:backend \(from .*\); uninstall"
-    with pytest.raises(BackendError, match=message):
-        registry.get("mine")
-    install(("mine", "gradscale_mine:backend"), ("mine", "gradscale_mine:backend"))
-    module(monkeypatch, "gradscale_mine", backend=Adapter())
-    assert isinstance(registry.get("mine"), Adapter)
-
-
-def test_an_adapter_that_cannot_be_loaded_keeps_the_cause(install: Install, monkeypatch: pytest.MonkeyPatch):
-    install(("numpy", "no_such_module_at_all:backend"), ("mine", "gradscale_mine:backend"))
-    said = "no_such_module_at_all.*; " + re.escape(remedy("numpy"))
-    with pytest.raises(BackendNotAvailableError, match=said) as caught:
-        registry.get("numpy")
-    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-    module(monkeypatch, "gradscale_mine")
-    with pytest.raises(BackendError, match="'mine', gradscale_mine:backend, failed while it was loaded") as failed:
-        registry.get("mine")
-    assert isinstance(failed.value.__cause__, AttributeError)
-
-
-class Lookalike:
-    """What has the methods of an adapter, and is none."""
-
-    name = "mine"
-    read, unscale, placement, example, fingerprint = (
-        *(Backend.read, Backend.unscale, Backend.placement, Backend.example, Backend.fingerprint),
-    )
-
-
-@pytest.mark.parametrize("kind", [object, Lookalike])
-def test_an_adapter_that_does_not_derive_from_backend_is_an_error(
-    kind: type[Any], install: Install, monkeypatch: pytest.MonkeyPatch
-):
-    install(("numpy", "gradscale_mine:backend"))
-    module(monkeypatch, "gradscale_mine", backend=kind())
+def test_an_adapter_that_does_not_derive_from_backend_is_an_error(install: Install):
+    install(("numpy", "mine:other"))
     for use in (lambda: registry.backend_for(np.zeros(1)), lambda: GradScaler(backend="numpy")):
         with pytest.raises(BackendError, match=r"'numpy' must be .* derives from gradscale\.Backend, got "):
             use()
-    for use in (lambda: GradScaler(backend=kind()), lambda: check_backend(kind(), np.zeros(()))):
+    for use in (lambda: GradScaler(backend=Lookalike()), lambda: check_backend(Lookalike(), np.zeros(()))):
         with pytest.raises(InvalidTypeError, match=r"^backend must be .* derives from gradscale\.Backend, got "):
             use()
-
-
-def test_refresh_finds_what_was_installed_since(install: Install, monkeypatch: pytest.MonkeyPatch):
-    install()
-    assert registry.backend_for(np.zeros(1)).name == "generic"
-    install(("numpy", "gradscale_mine:backend"))
-    module(monkeypatch, "gradscale_mine", backend=Adapter())
-    assert registry.backend_for(np.zeros(1)).name == "mine"
 
 
 def test_a_group_is_an_object_with_the_members_of_collectives_and_nothing_else():
@@ -173,21 +133,9 @@ def test_a_group_is_an_object_with_the_members_of_collectives_and_nothing_else()
         registry.collectives_for(None, 1.0)
 
 
-FITS: dict[type[Exception], str] = {
-    ValueError: "InvalidValueError StateDictError SharedMemoryError",
-    TypeError: "InvalidTypeError",
-    RuntimeError: "CallOrderError ScaleDesyncError BackendError TrainingStalledError",
-    FloatingPointError: "ScaleUnderflowError ClosureOverflowError",
-    TimeoutError: "CollectiveTimeoutError",
-    OSError: "LogWriteError",
-    ImportError: "BackendNotAvailableError",
-    ModuleNotFoundError: "MissingExtraError",
-}
-
-
-def test_every_error_is_a_gradscale_error_and_the_built_in_that_fits():
-    assert {"GradscaleError", *" ".join(FITS.values()).split()} == set(gradscale.errors.__all__) < set(dir(gradscale))
-    for built_in, names in FITS.items():
-        for name in names.split():
-            assert {gradscale.GradscaleError, built_in} <= set(getattr(gradscale, name).__mro__)
-            assert f"── {name} " in str(gradscale.errors.__doc__)
+def test_every_error_is_a_gradscale_error_and_the_built_in_that_fits_as_their_tree_says():
+    tree = re.findall(r"── (\w+) \(([\w, ]+)\)", str(gradscale.errors.__doc__))
+    assert {"GradscaleError", *(name for name, _ in tree)} == set(gradscale.errors.__all__) < set(dir(gradscale))
+    for name, built_ins in tree:
+        above = {kind.__name__ for kind in getattr(gradscale, name).__mro__}
+        assert {"GradscaleError", *built_ins.split(", ")} <= above
