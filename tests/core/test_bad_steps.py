@@ -1,21 +1,22 @@
-"""Spikes by a rule, and what the user refuses: errors, warnings and windows; lives.py has which steps are skipped."""
+"""Spikes by a rule, what the user refuses, and guards: errors, warnings and logs; lives.py has what is skipped."""
 
 import copy
 import gc
-import json
 import logging
 import math
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
-from optimizers import Tree, iterate_plainly
+from libraries import Library
+from optimizers import Momentum, Tree, iterate_plainly
 
 import gradscale
+from gradscale import StepGuard
+from gradscale.scaler import guard as guards
+from gradscale.tools.callbacks import LogUpdates
 
 RULE = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
-ONE = gradscale.StaticScale(1.0)
 
 
 def trained(steps: int = 5, **settings) -> tuple[gradscale.GradScaler, Tree]:
@@ -26,22 +27,13 @@ def trained(steps: int = 5, **settings) -> tuple[gradscale.GradScaler, Tree]:
     return scaler, optimizer
 
 
-@pytest.mark.tier("ranks")
-def test_so_many_optimizers_that_none_is_ever_judged_are_told_of():
-    scaler, kept = gradscale.GradScaler(skip=RULE), [Tree() for _ in range(65)]
+def test_so_many_optimizers_that_none_is_ever_judged_are_told_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(guards, "_MANY", 3)
+    scaler, kept = gradscale.GradScaler(skip=RULE), [Tree() for _ in range(4)]
     for optimizer in kept[:-1]:
         iterate_plainly(scaler, optimizer)
-    with pytest.warns(UserWarning, match="has begun window 65, one for each optimizer that is alive"):
+    with pytest.warns(UserWarning, match="has begun window 4, one for each optimizer that is alive"):
         iterate_plainly(scaler, kept[-1])
-
-
-def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values():
-    saved = trained(policy=ONE)[0].state_dict()
-    saved["spikes"][0]["loss"]["values"] = [1.0, 2.0, 3.0, 4.0, 5.0]
-    scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=gradscale.SkipSpikes(window=4, of="loss")), Tree()
-    scaler.load_state_dict(saved)
-    iterate_plainly(scaler, optimizer, loss=6.0)
-    assert scaler.state_dict()["spikes"][0]["loss"]["values"] == [3.0, 4.0, 5.0, 6.0]
 
 
 def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle():
@@ -61,33 +53,6 @@ def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle(
     assert len(scaler.state_dict()["spikes"]) == 1
 
 
-def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow_and_count(caplog, tmp_path):
-    logs = [gradscale.callbacks.LogUpdates(summary_every=8), gradscale.callbacks.JSONLines(tmp_path / "scale.jsonl")]
-    skipped: list[Any] = []
-    scaler, optimizer = trained(on_skip=lambda report: skipped.append(report.reason), on_update=logs)
-    stepped: list[int] = []
-    schedule = type("Schedule", (), {"step": lambda _: stepped.append(1)})()
-    with caplog.at_level(logging.INFO):
-        for loss, gradient in ((9.0, 1.0), (1.0, math.inf)):
-            iterate_plainly(scaler, optimizer, gradient, loss)
-            scaler.step_schedule(optimizer, schedule)
-        scaler.refuse(optimizer)
-        iterate_plainly(scaler, optimizer)
-    assert skipped == ["spike", "overflow", "refused"]
-    assert stepped == []
-    rows = [json.loads(row) for row in (tmp_path / "scale.jsonl").read_text().splitlines()]
-    assert [row["reason"] for row in rows] == [None] * 5 + skipped
-    assert rows[-1]["counts"] == {"taken": 5, "overflow": 1, "spike": 1, "refused": 1}
-    # The second has the words that watchers of clusters look for: non-finite grad, NaN, inf, skipped.
-    assert [text.partition(": ")[2] for text in caplog.messages] == [
-        "step skipped: rank 0 saw a spike",
-        "step skipped at scale 65536, 1 non-finite gradient (inf or NaN)",
-        "scale backed off, 65536 -> 32768",
-        "step skipped: rank 0 refused it",
-        "3 of the last 8 steps skipped (37.5 %), scale 32768; in all 5 taken, 1 overflow, 1 spike, 1 refused",
-    ]
-
-
 @pytest.mark.parametrize(
     "answer", [False, 0.0, (), (0, None), (True, None, None), (np.zeros(2),), [False], "no"], ids=str
 )
@@ -101,3 +66,35 @@ def test_not_stepped_is_one_object_in_copies_and_pickles():
     one = gradscale.NOT_STEPPED
     assert all(other is one for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))))
     assert (repr(one), str(one)) == ("gradscale.NOT_STEPPED",) * 2
+
+
+def test_a_guard_skips_bad_steps_and_leaves_gradients_as_they_are(arrays: Library):
+    guard, optimizer = StepGuard(), Tree()
+    for value, reason in ((3.0, "stepped"), (math.nan, "overflow"), (math.inf, "overflow"), (-3.0, "stepped")):
+        optimizer.grads = [given := arrays.asarray([value, 1.0])]
+        guard.step(optimizer)
+        guard.update()
+        assert guard.last_step(optimizer).reason == reason
+        arrays.assert_array(optimizer.grads[0], [value, 1.0])
+        arrays.assert_array(given, [value, 1.0])
+    assert (guard.get_scale(), optimizer.steps) == (1.0, 2)
+
+
+def test_a_group_that_cannot_be_joined_or_a_new_scale_leaves_a_guard_as_it_is():
+    guard, optimizer = StepGuard(), Tree([np.full(1, 4.0, np.float32)])
+    with pytest.raises(gradscale.InvalidTypeError):
+        guard.set_group("world")
+    assert guard.unscale_(optimizer, max_norm=1.0) == 4.0
+    with pytest.raises(gradscale.InvalidValueError, match=r"new_scale must be 1 for a guard, .*got 4\.0"):
+        guard.update(4.0)
+
+
+def test_what_a_guard_shows_and_logs_speaks_of_no_scale(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    guard = StepGuard(diagnose="on_overflow", on_update=LogUpdates(summary_every=2), skip=RULE)
+    for _ in range(2):
+        iterate_plainly(guard, Momentum(1), np.nan)
+    told = "step skipped, 1 non-finite gradient (inf or NaN): layer.0; the model is at fault"
+    summary = "2 of the last 2 steps skipped (100 %); in all 0 taken, 2 non-finite, 0 spike, 0 refused"
+    assert caplog.messages == [f"iteration 1: {told}", f"iteration 2: {told}", f"iteration 2: {summary}"]
+    assert repr(guard).startswith("StepGuard(skip=SkipSpikes(window=8")

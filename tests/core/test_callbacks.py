@@ -31,8 +31,11 @@ def test_a_resumed_run_appends_its_rows_and_each_is_there_at_once(tmp_path: Path
             for iteration in (first, first + 1):
                 log(update(iteration, skipped=iteration == 3))
                 assert [row["iteration"] for row in read_log(path)] == list(range(1, iteration + 1))
-    assert [row["skipped"] for row in read_log(path)] == [False, False, True, False]
-    assert path.read_text().count("iteration") == 4
+    with JSONLines(path) as log:
+        # It has the retries of all closures.
+        log(update(5)._replace(steps=tuple(StepReport(False, 8.0, 0, "stepped", 5, retries) for retries in (2, 3))))
+    assert [row["skipped"] for row in read_log(path)] == [False, False, True, False, False]
+    assert (read_log(path)[-1]["retries"], path.read_text().count("iteration")) == (5, 5)
 
 
 def test_a_row_that_a_crash_has_cut_does_not_spoil_the_next_and_beginning_anew_waits_for_it(tmp_path: Path):
@@ -46,13 +49,6 @@ def test_a_row_that_a_crash_has_cut_does_not_spoil_the_next_and_beginning_anew_w
         log(update(7))
         log(update(8))
     assert [row["iteration"] for row in read_log(path)] == [7, 8]
-
-
-def test_a_row_has_the_retries_of_all_closures(tmp_path: Path):
-    steps = tuple(StepReport(False, 8.0, 0, "stepped", 1, retries) for retries in (2, 3))
-    with JSONLines(tmp_path / "log.jsonl") as log:
-        log(UpdateReport(1, 8.0, False, 0, steps))
-    assert [row["retries"] for row in read_log(tmp_path / "log.jsonl")] == [5]
 
 
 @pytest.mark.parametrize("text", ['{"cut', "[" * 100_000, "1" * 200_000, "{}\nmagnitude"], ids=lambda text: text[-3:])
@@ -136,28 +132,47 @@ def test_a_parameter_that_several_ranks_have_is_named_once(caplog: pytest.LogCap
 
 
 @pytest.mark.numpy
-def test_skips_are_told_and_written_with_the_worst_parameters_and_the_cause(
+def test_skips_of_each_reason_are_told_and_written_with_the_worst_parameters_and_the_cause_and_no_schedule_goes_on(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ):
     caplog.set_level(logging.INFO)
-    log, path = LogUpdates(), tmp_path / "log.jsonl"
+    log, path, optimizer = LogUpdates(summary_every=9), tmp_path / "log.jsonl", Tree()
+    schedule = type("Schedule", (), {"steps": 0, "step": lambda self: setattr(self, "steps", self.steps + 1)})()
+    rule = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
     with JSONLines(path) as lines:
-        scaler = gradscale.GradScaler(on_skip=[log, lines], on_update=log, diagnose="on_overflow")
-        for bad_loss, bad in ((1.0, "b"), (1.0, "abcd"), (np.nan, "bc")):
-            scaler.scale(np.float32(bad_loss))
-            scaler.step(Tree({name: np.full(3, np.inf if name in bad else 4.0, np.float32) for name in "abcd"}))
+        scaler = gradscale.GradScaler(skip=rule, on_skip=log, on_update=[log, lines], diagnose="on_overflow")
+        for loss, bad in (*[(1.0, "")] * 4, (9.0, ""), (1.0, "b"), (1.0, "abcd"), (np.nan, "bc"), (1.0, "refused")):
+            scaler.scale(np.float32(loss))
+            optimizer.grads = {name: np.full(3, np.inf if name in bad[:4] else 4.0, np.float32) for name in "abcd"}
+            if bad == "refused":
+                scaler.refuse(optimizer)
+            scaler.step(optimizer)
             scaler.update()
+            scaler.step_schedule(optimizer, schedule)
+    # They have the words that watchers of clusters look for: non-finite grad, NaN, inf, skipped.
     skip = "iteration {}: step skipped at scale {}, {} (inf or NaN): {}"
     assert caplog.messages == [
-        skip.format(1, 65536, "1 non-finite gradient", "['b']"),
-        "iteration 1: scale backed off, 65536 -> 32768",
-        skip.format(2, 32768, "4 non-finite gradients", "['a'], ['b'], ['c'] and 1 more"),
-        "iteration 2: scale backed off, 32768 -> 16384",
-        skip.format(3, 16384, "2 non-finite gradients", "['b'], ['c']; the model is at fault, not the scale"),
-        "iteration 3: scale backed off, 16384 -> 8192",
+        "iteration 5: step skipped: rank 0 saw a spike",
+        skip.format(6, 65536, "1 non-finite gradient", "['b']"),
+        "iteration 6: scale backed off, 65536 -> 32768",
+        skip.format(7, 32768, "4 non-finite gradients", "['a'], ['b'], ['c'] and 1 more"),
+        "iteration 7: scale backed off, 32768 -> 16384",
+        skip.format(8, 16384, "2 non-finite gradients", "['b'], ['c']; the model is at fault, not the scale"),
+        "iteration 8: scale backed off, 16384 -> 8192",
+        "iteration 9: step skipped: rank 0 refused it",
+        "iteration 9: 5 of the last 9 steps skipped (55.6 %), scale 8192; "
+        "in all 4 taken, 3 overflow, 1 spike, 1 refused",
     ]
-    told = [tuple(row[key] for key in ("parameter", "cause", "nonfinite", "magnitude")) for row in read_log(path)]
-    assert told == [("['b']", "scale", 1, 2.0**-14), ("['a']", "scale", 4, None), ("['b']", "model", 2, 2.0**-12)]
+    keys = ("reason", "parameter", "cause", "nonfinite", "magnitude")
+    assert [tuple(row[key] for key in keys) for row in read_log(path)][4:] == [
+        ("spike", None, None, 0, None),
+        ("overflow", "['b']", "scale", 1, 2.0**-14),
+        ("overflow", "['a']", "scale", 4, None),
+        ("overflow", "['b']", "model", 2, 2.0**-12),
+        ("refused", None, None, 0, None),
+    ]
+    assert read_log(path)[-1]["counts"] == {"taken": 4, "overflow": 3, "spike": 1, "refused": 1}
+    assert schedule.steps == 4
 
 
 def test_tensorboard_gets_scalars_by_iteration():

@@ -1,13 +1,15 @@
-"""What a scaler keeps alive: neither optimizers nor gradients; nothing waits for the collector."""
+"""What a scaler keeps alive: no gradients, and no optimizers but some; nothing waits for the collector."""
 
 import gc
+import math
 import weakref
 
 import numpy as np
 import pytest
 from optimizers import Tree
 
-from gradscale import GradScaler
+from gradscale import GradScaler, ShardedGradScaler
+from gradscale.testing import run_ranks
 
 pytestmark = [pytest.mark.numpy, pytest.mark.usefixtures("_no_collector")]
 
@@ -53,3 +55,27 @@ def test_a_scaler_is_in_no_cycle(steps: bool):
     held = weakref.ref(scaler)
     del scaler
     assert held() is None
+
+
+class Slotted:
+    """Cannot be referenced weakly."""
+
+    __slots__ = ("grads",)
+
+    def step(self) -> str:
+        return "stepped"
+
+
+@pytest.mark.parametrize("ranks", [0, 2], ids=["alone", "over-a-group"])
+def test_of_optimizers_that_cannot_be_referenced_weakly_some_are_kept_alive_and_not_all(ranks: int):
+    def train(group=None):
+        scaler = GradScaler() if group is None else ShardedGradScaler(group=group)
+        for value in [1.0, math.inf] * 100:
+            optimizer = Slotted()
+            optimizer.grads = [scaler.scale(np.full(1, value, np.float32))]
+            scaler.step(optimizer)
+            assert scaler.last_step(optimizer).skipped == math.isinf(value)
+            scaler.update()
+        assert sum(type(one) is Slotted for one in gc.get_objects()) <= 101 * max(ranks, 1)
+
+    run_ranks(ranks, train) if ranks else train()

@@ -10,13 +10,17 @@ from optimizers import Tree, iterate
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StepGuard, StepReport
-from gradscale.scaler.reports import Reports
 
 
-def test_whoever_wants_reports_has_each_step_read_in_that_step():
-    for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}, {"give_up_after": 2}):
-        assert Reports(options).wants_each_step  # type: ignore[arg-type]
-    assert not Reports({}).wants_each_step
+def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Library, strict: Library):
+    stranger = np.asarray(3) if arrays.name.startswith("strict") else strict.asarray(3, "int32")
+    scaler = GradScaler()
+    count, loss = scaler.scale((stranger, arrays.asarray(2.0)))
+    assert count is stranger
+    arrays.assert_array(loss, 131072.0)
+    scaler = GradScaler()
+    assert scaler.scale([stranger, None]) == [stranger, None]
+    arrays.assert_array(scaler.scale(arrays.asarray(2.0)), 131072.0)
 
 
 @pytest.mark.parametrize("kind", [gradscale.ScaleUnderflowError, gradscale.TrainingStalledError, KeyboardInterrupt])
@@ -49,22 +53,6 @@ def test_a_users_policy_may_tell_by_a_plain_bool_whether_an_overflow_is_raised(a
     with pytest.raises(gradscale.ScaleUnderflowError) if raises else contextlib.nullcontext():
         iterate(arrays, scaler, Tree(), [math.inf])
     assert scaler.get_scale() == 32768.0
-
-
-def test_a_new_scale_is_set_in_spite_of_an_overflow_at_the_minimum(strict: Library):
-    scaler = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise"))
-    scaler.step(Tree([scaler.scale(strict.asarray([math.inf]))]))
-    scaler.update(16.0)
-    assert scaler.get_scale() == 16.0
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_new_scale_may_be_an_array_of_one_element_of_each_library(arrays: Library, shape: tuple[int, ...]):
-    scaler = GradScaler()
-    for number, dtype in enumerate((*arrays.reals, "int32")):
-        scaler.update(arrays.xp.full(shape, 96 + number, dtype=arrays.dtype(dtype)))
-        assert scaler.get_scale() == 96.0 + number
-    arrays.assert_array(scaler.scale(arrays.asarray(2.0)), 2.0 * (96 + number))
 
 
 def test_a_policy_of_the_users_is_never_replaced():
