@@ -1,8 +1,8 @@
 """What a scaler does after a failure: it fails again in the same way, or is brought back; it never goes on silently."""
 
-import contextlib
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -119,46 +119,42 @@ def test_gradients_that_were_partly_unscaled_are_not_unscaled_again():
     assert once.steps == 0
 
 
-def test_what_is_no_state_verdict_likeness_or_loss_is_named():
-    for wrong in (65536.0, DynamicScale(), None, GradScaler(), gradscale.ScaleState(8.0, 0, 0, 0)):
-        for function in (gradscale.scale, gradscale.unscale):
-            with pytest.raises(InvalidTypeError, match=r"state must be a ScaleState, such as policy\.init"):
-                function(np.float32(1.0), wrong)  # type: ignore[operator]
-    policy = DynamicScale()
-    state = policy.init(np.zeros(()))
-    for wrong, said in (
-        (1, r"got 1; wrap it, such as np\.int32\(1\)"),
-        (True, "got True"),
-        (np.array([1]), "got array"),
-    ):
-        with pytest.raises(InvalidTypeError, match=f"nonfinite must be a 0-d array.*{said}"):
-            policy.update(state, nonfinite=wrong)
-    for rule in (policy, gradscale.StaticScale(), presets.chainer(), gradscale.SkipSpikes()):
-        told = r"like must be an array, .*, got {}.*such as init\(params\['w'\]\)$"
-        with pytest.raises(InvalidTypeError, match=told.format(r"\{'w': ")):
-            rule.init({"w": np.zeros(3)})
-        with pytest.raises(InvalidTypeError, match=told.format("None")):
-            rule.init()
-    for value in (2, True, 3.0):
-        with pytest.raises(InvalidTypeError, match=rf"must be an array.*wrap it, such as np\.float32\({value}\)"):
-            GradScaler().scale(value)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [DynamicScale(), gradscale.StaticScale(), presets.chainer()],
-    ids=lambda p: type(p).__name__,
+STATE, NONE = DynamicScale().init(np.zeros(())), np.zeros((), np.int32)
+RULES = (DynamicScale(), gradscale.StaticScale(), presets.chainer())
+NO_STATE, WRAP = r"state must be a ScaleState, such as policy\.init", r"wrap it, such as np\.{}\({}\)"
+LIKE, BY_NAME = (
+    r"like must be an array, .*, got {}.*such as init\(params\['w'\]\)$",
+    "by name, got array.*nonfinite=.*jmp's",
 )
-def test_a_verdict_without_its_name_is_refused_with_the_reason(policy):
-    state = policy.init(np.zeros(()))
-    nonfinite = np.zeros((), np.int32)
-    policy.update(state, nonfinite=nonfinite)
-    policy.update(state=state, nonfinite=nonfinite)
-    for named in ({}, {"nonfinite": nonfinite}):
-        with pytest.raises(InvalidTypeError, match=r"by name, got array\(0, .*nonfinite=.*jmp's adjust takes the oppo"):
-            policy.update(state, nonfinite, **named)
-    with pytest.raises(InvalidTypeError, match="by name, got none"):
-        policy.update(state)
+WRONG: list[tuple[str, Callable[[Any], object], list[Any]]] = [
+    *(
+        (NO_STATE, lambda x, call=call: call(np.float32(1.0), x), [65536.0, RULES[0], None, GradScaler()])
+        for call in (gradscale.scale, gradscale.unscale)
+    ),
+    (NO_STATE, lambda x: gradscale.scale(np.float32(1.0), x), [gradscale.ScaleState(8.0, 0, 0, 0)]),
+    *(
+        (f"nonfinite must be a 0-d array.*got {said}", lambda x: RULES[0].update(STATE, nonfinite=x), [wrong])
+        for said, wrong in (("1; " + WRAP.format("int32", 1), 1), ("True", True), ("array", np.array([1])))
+    ),
+    (LIKE.format(r"\{'w': "), lambda rule: rule.init({"w": np.zeros(3)}), [*RULES, gradscale.SkipSpikes()]),
+    (LIKE.format("None"), lambda rule: rule.init(), [*RULES, gradscale.SkipSpikes()]),
+    *(
+        (f"must be an array.*{WRAP.format('float32', value)}", lambda x: GradScaler().scale(x), [value])
+        for value in (2, True, 3.0)
+    ),
+    (BY_NAME, lambda rule: rule.update(STATE, NONE), RULES),
+    (BY_NAME, lambda rule: rule.update(STATE, NONE, nonfinite=NONE), RULES),
+    ("by name, got none", lambda rule: rule.update(STATE), RULES),
+]
+
+
+@pytest.mark.parametrize(("said", "call", "values"), WRONG)
+def test_what_is_no_state_verdict_likeness_or_loss_is_named(
+    said: str, call: Callable[[Any], object], values: list[Any]
+):
+    for value in values:
+        with pytest.raises(InvalidTypeError, match=said):
+            call(value)
 
 
 def test_ranks_of_a_grid_of_groups_are_numbered_row_by_row():
@@ -193,20 +189,34 @@ def test_a_scaler_has_its_number_again_in_a_group_that_it_joins_once_more():
     assert run_ranks(2, rank) == ["stepped", "stepped"]
 
 
-# In place of "set_group" and "load": whether one rank alone has begun when its group is lost, and all take another.
+class Leaving(Unreachable):
+    """A group whose ranks come to compare their versions, and never again."""
+
+    def start_max(self, x):
+        return super().start_max(x) if len(x) > 4 else lambda: x
+
+
+# In place of "set_group" and "load": whether one rank alone has begun when its group is lost, and all take another;
+# or whether one alone was left by a group in which all have begun.
 @pytest.mark.parametrize(
     "ways",
-    [["set_group"], ["load"], ["load at scale 1"], ["copy"], ["lost", "set_group"], ["lost", "set_group", "load"]],
+    [
+        *(["set_group"], ["load"], ["load at scale 1"], ["copy"], ["lost", "set_group"], ["lost", "set_group", "load"]),
+        ["left", "load", "set_group"],
+    ],
     ids=" ".join,
 )
 def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: list[str]):
     def rank(group) -> list[Any]:
-        lost = Unreachable(is_refusing=False)
-        lost.rank, lost.size = group.rank, group.size
-        scaler = ShardedGradScaler(group=lost if "lost" in ways else group)
+        lost: Any = {"lost": Unreachable, "left": Leaving}.get(ways[0], lambda _: group)(False)
+        if lost is not group:
+            lost.rank, lost.size = group.rank, group.size
+        scaler = ShardedGradScaler(group=lost)
         saved, optimizer = scaler.state_dict(), begin(scaler)
-        optimizer.grads[0].flags.writeable = group.rank == 0
-        if "lost" not in ways or group.rank == 0:
+        optimizer.grads[0].flags.writeable = group.rank == 0 or ways[0] == "left"
+        if ways[0] == "left":
+            scaler.unscale_(optimizer)
+        if lost is group or group.rank == 0:
             with pytest.raises(gradscale.GradscaleError):
                 scaler.step(optimizer)
         optimizer.grads = [np.array(optimizer.grads[0])]
@@ -224,30 +234,6 @@ def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: l
         return [one.tolist() for one in optimizer.seen[0]]
 
     assert run_ranks(2, rank) == [[[65536.0 if "load at scale 1" in ways else 1.0] * 3]] * 2
-
-
-def test_a_state_can_be_loaded_before_another_group_where_one_rank_alone_was_left():
-    class Leaving(Unreachable):
-        def start_max(self, x):
-            # It has compared its versions.
-            return super().start_max(x) if len(x) > 4 else lambda: x
-
-    def rank(group) -> list[Any]:
-        lost = Leaving(is_refusing=False)
-        lost.rank, lost.size = group.rank, group.size
-        scaler = ShardedGradScaler(group=lost)
-        saved, optimizer = scaler.state_dict(), begin(scaler)
-        with contextlib.suppress(gradscale.CollectiveTimeoutError):
-            scaler.unscale_(optimizer)
-            if group.rank == 0:
-                scaler.step(optimizer)
-        scaler.load_state_dict(saved)
-        scaler.set_group(group)
-        optimizer = begin(scaler)
-        scaler.step(optimizer)
-        return [one.tolist() for one in optimizer.seen[0]]
-
-    assert run_ranks(2, rank) == [[[1.0] * 3]] * 2
 
 
 def test_a_failed_step_can_be_made_again_but_not_with_the_gradients_of_another_loss():
@@ -274,53 +260,30 @@ def test_a_failed_step_can_be_made_again_but_not_with_the_gradients_of_another_l
         assert [one.tolist() for one in optimizer.seen[0]] == [[1.0] * 3]
 
 
-def test_a_rule_for_spikes_that_fails_on_one_rank_is_told_to_the_others():
-    def rank(group):
-        guard, optimizer = gradscale.StepGuard(group=group, skip=gradscale.SkipSpikes(window=2), timeout=30.0), Tree()
+HUGE = np.full(3, 3e38, np.float32)
 
-        def train():
-            for loss in (3e38 if group.rank == 0 else 1.0, 1.0, 2.0):
-                guard.scale(np.float32(loss))
-                optimizer.grads = [np.ones(1, np.float32)]
-                guard.step(optimizer)
+
+@pytest.mark.parametrize("is_grid", [False, True], ids=["one group", "grid"])
+@pytest.mark.parametrize(
+    ("bad", "loss"), [("text", 1.0), (HUGE, 1.0), (np.ones(3, np.float32), 3e38)], ids=["text", "NumPy", "rule"]
+)
+def test_a_rank_that_cannot_unscale_or_judge_is_told_of_whatever_step_is_next(bad: Any, loss: float, is_grid: bool):
+    groups, size = grid_of_threads(), 4 if is_grid else 2
+
+    def rank(group):
+        over, is_bad = groups(group.rank) if is_grid else group, group.rank == 1
+        guard = gradscale.StepGuard(group=over, skip=gradscale.SkipSpikes(of="loss", window=2), timeout=30.0)
+        one, other = Tree(), Tree()
+        with np.errstate(over="raise"):
+            for own in (loss if is_bad else 1.0, 1.0, 2.0):
+                guard.scale(np.float32(own))
+                one.grads, other.grads = [np.ones(3, np.float32)], [np.ones(3, np.float32)]
+                one.grads = [copy.copy(bad)] if is_bad else one.grads
+                guard.unscale_(one, max_norm=1.0, norm_over="rank")
+                guard.unscale_(other)
+                guard.step(other)
                 guard.update()
 
-        with np.errstate(over="raise"), pytest.raises((gradscale.GradscaleError, FloatingPointError)) as caught:
-            train()
-        return type(caught.value)
-
-    assert run_ranks(2, rank) == [FloatingPointError, gradscale.ScaleDesyncError]
-
-
-@pytest.mark.parametrize("broken", ["text", np.full(3, 3e38, np.float32)], ids=["text", "error of NumPy"])
-def test_a_rank_that_cannot_unscale_is_told_of_whatever_step_is_next(broken: Any):
-    def rank(group):
-        scaler = ShardedGradScaler(group=group, policy=gradscale.StaticScale(1.0), timeout=5.0)
-        one, other = begin(scaler), begin(scaler)
-        one.grads = [broken] if group.rank == 1 else one.grads
-
-        def calls():
-            scaler.unscale_(one, max_norm=1.0, norm_over="rank")
-            scaler.unscale_(other)
-            scaler.step(other)
-
-        with pytest.raises((gradscale.GradscaleError, FloatingPointError)) as caught, np.errstate(over="raise"):
-            calls()
-        return type(caught.value)
-
-    assert run_ranks(2, rank)[0] is gradscale.ScaleDesyncError
-
-
-def test_a_rank_that_cannot_unscale_is_told_of_over_several_groups():
-    groups = grid_of_threads()
-
-    def rank(group):
-        scaler = ShardedGradScaler(group=groups(group.rank), timeout=5.0)
-        optimizer = begin(scaler)
-        optimizer.grads = ["text"] if group.rank == 1 else optimizer.grads
-        scaler.step(optimizer)
-
-    ended = run_ranks(4, rank, return_exceptions=True)
-    assert [type(one) for one in ended] == [
-        InvalidTypeError if k == 1 else gradscale.ScaleDesyncError for k in range(4)
-    ]
+    ended = run_ranks(size, rank, return_exceptions=True)
+    own = InvalidTypeError if isinstance(bad, str) else FloatingPointError
+    assert [type(one) for one in ended] == [own if k == 1 else gradscale.ScaleDesyncError for k in range(size)]
