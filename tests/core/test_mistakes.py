@@ -5,7 +5,7 @@ import copy
 import functools
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -165,17 +165,24 @@ def test_a_load_in_a_closure_is_an_error(arrays: Library):
         scaler.step(optimizer, lambda: scaler.load_state_dict(scaler.state_dict()))
 
 
+def interrupted(call: str, value: float = 2.0, **settings) -> Iterator[GradScaler]:
+    """Interrupt a call at each place, in an iteration with a loss of 3."""
+
+    def begin() -> tuple[GradScaler, Callable[[], object]]:
+        scaler = GradScaler(init_scale=4.0, **settings)
+        scaler.scale(np.float32(3.0))
+        optimizer = Tree([scaler.scale(np.asarray([value], np.float32), loss=False)])
+        if call == "update":
+            scaler.step(optimizer)
+        return scaler, functools.partial(getattr(scaler, call), *[optimizer] * (call != "update"))
+
+    return interrupted_anywhere("/gradscale/scaler/", begin)
+
+
 @pytest.mark.numpy
 @pytest.mark.parametrize("call", ["unscale_", "step", "update"])
 def test_ctrl_c_anywhere_in_a_call_leaves_a_scaler_that_can_be_called(call: str):
-    def begin() -> tuple[GradScaler, Callable[[], object]]:
-        scaler = GradScaler(init_scale=4.0)
-        optimizer = Tree(scaled(scaler))
-        if call == "update":
-            scaler.step(optimizer)
-        return scaler, functools.partial(getattr(scaler, call), *() if call == "update" else (optimizer,))
-
-    for scaler in interrupted_anywhere("/gradscale/scaler/", begin):
+    for scaler in interrupted(call):
         scaler.update(4.0)
         iterate_cleanly(scaler, other := Tree())
         assert other.steps == 1
@@ -184,13 +191,7 @@ def test_ctrl_c_anywhere_in_a_call_leaves_a_scaler_that_can_be_called(call: str)
 @pytest.mark.numpy
 @pytest.mark.parametrize("value", [1.0, np.inf])
 def test_ctrl_c_anywhere_in_an_update_that_is_made_again_counts_and_learns_once(value: float):
-    def begin() -> tuple[GradScaler, Callable[[], object]]:
-        scaler = GradScaler(init_scale=4.0, skip=gradscale.SkipSpikes(of="loss", window=8))
-        scaler.scale(np.float32(3.0))
-        scaler.step(Tree([scaler.scale(np.asarray([value], np.float32), loss=False)]))
-        return scaler, scaler.update
-
-    for scaler in interrupted_anywhere("/gradscale/scaler/", begin):
+    for scaler in interrupted("update", value, skip=gradscale.SkipSpikes(of="loss", window=8)):
         # It may have come when all was done.
         with contextlib.suppress(CallOrderError):
             scaler.update()
@@ -201,13 +202,8 @@ def test_ctrl_c_anywhere_in_an_update_that_is_made_again_counts_and_learns_once(
 
 @pytest.mark.numpy
 def test_no_optimizer_is_stepped_between_an_interrupted_update_and_the_next():
-    def begin() -> tuple[GradScaler, Callable[[], object]]:
-        scaler = GradScaler(init_scale=4.0)
-        scaler.step(Tree(scaled(scaler)))
-        return scaler, scaler.update
-
     told = []
-    for scaler in interrupted_anywhere("/gradscale/scaler/", begin):
+    for scaler in interrupted("update"):
         other = Tree(scaled(scaler, np.asarray([np.inf], np.float32)))
         try:
             scaler.step(other)
