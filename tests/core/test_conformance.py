@@ -37,6 +37,7 @@ class Core(Backend):
         return self.arrays.xp.zeros((), dtype=self.arrays.xp.float32)
 
 
+@pytest.mark.tier("ranks")
 def test_the_pure_core_passes(arrays: Library):
     # Those of other libraries are in their adapters' own tests.
     names = (*arrays.reals, "complex64") if arrays.name == "numpy" else ("float32",)

@@ -52,9 +52,3 @@ def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind
         pytest.skip(f"this ml_dtypes has no {kind}")
     dtype = np.dtype(getattr(ml_dtypes, kind))
     assert summaries.smallest_normal(dtype, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)
-
-
-def test_the_summary_of_an_array_is_that_of_its_parts():
-    parts = [Summary(2**40, 2**30, 2**31 - 1, 3, 2**40, 0.5), Summary(2**40, 1, 1, 0, 0, 7.0)]
-    assert summaries.join(parts) == Summary(2**41, 2**30 + 1, 2**31, 3, 2**40, 7.0)
-    assert summaries.join([]) == Summary()

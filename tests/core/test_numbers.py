@@ -54,13 +54,6 @@ def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays():
 # Simulations.
 
 
-def test_letters_give_the_scale_that_each_step_used():
-    result = simulate(DynamicScale(init_scale=8.0, growth_interval=2), "cc oC", name="x")
-    assert result.scale == (8.0, 8.0, 16.0, 8.0)
-    assert result.skipped == (False, False, True, False)
-    assert (result.final_scale, result.skipped_steps) == (8.0, 1)
-
-
 @pytest.mark.parametrize("magnitude", [65504.0 / 8.0, 8189.0], ids=["at-the-largest", "above-it"])
 def test_a_magnitude_overflows_above_the_largest_float16(magnitude: float):
     assert simulate(StaticScale(8.0), Gradients([magnitude])).skipped == (magnitude > 8188.0,)
@@ -74,36 +67,13 @@ def test_magnitudes_of_half_precision_do_not_overflow_in_it():
     assert simulate(StaticScale(1.0), Gradients([10**400, math.nan, 3])).skipped == (True, True, False)
 
 
-def test_a_policy_that_raises_ends_its_run_in_that_step():
-    result = simulate(DynamicScale(init_scale=4.0, min_scale=1.0, at_min="raise"), "OOOOO")
-    assert (result.raised_at, result.scale) == (3, (4.0, 2.0, 1.0))
-
-
-class _Branching:
-    init_scale = 1.0
-    init = DynamicScale().init
-
-    def update(self, state, *, nonfinite):
-        return state if nonfinite else StaticScale().backoff(state)
-
-    def at_min_scale(self, _):
-        return None
-
-
-def test_a_policy_that_asks_for_a_value_is_refused():
-    policy = _Branching()
-    with pytest.raises(InvalidTypeError, match=r"asks for the value of an array.*where\(\)"):
-        simulate(policy, "C")
-
-
-class _Forgetful(StaticScale):
-    def update(self, state, *, nonfinite):  # noqa: ARG002
-        return state[:-1]
-
-
-def test_a_policy_whose_state_loses_a_field_is_refused():
-    with pytest.raises(InvalidTypeError, match=r"got _Forgetful\(.*trying it failed with ValueError"):
-        simulate(_Forgetful(8.0), "C")
+def test_a_policy_that_asks_for_a_value_or_loses_a_field_of_its_state_is_refused():
+    for wrong, said in (
+        (ASKS_FOR_VALUES, r"asks for the value of an array.*where\(\)"),
+        (ruled(lambda _, state, _bad: state[:-1]), r"got Ruled\(.*trying it failed with ValueError"),
+    ):
+        with pytest.raises(InvalidTypeError, match=said):
+            simulate(wrong, "C")
 
 
 def test_bad_gradients_are_refused_with_what_was_there():

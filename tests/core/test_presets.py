@@ -2,16 +2,17 @@
 
 import inspect
 import math
+import operator
+import random
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from libraries import Library, opened
-from runs import follow, scales, start
+from runs import scales, start
 from tiers import later
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, presets
-from gradscale.policies.rules import GradualScale
 
 LONG = True
 
@@ -92,23 +93,12 @@ def test_a_wrong_argument_is_refused_by_its_name(name: str):
 # The rule with a class of its own.
 
 
-def test_any_scale_with_trackers_of_zero_is_continued(arrays: Library):
-    gradual = GradualScale(growth_interval=2)
-    assert scales(arrays, gradual, "CCO", start(arrays, gradual, scale=3.0)) == [float(np.float32(18**0.5)), 6.0, 3.0]
-
-
-def test_backoff_ends_a_fast_start(arrays: Library):
-    gradual = GradualScale(init_scale=8.0, growth_interval=1000, fast_start=True)
-    after = scales(arrays, gradual, "C", gradual.backoff(start(arrays, gradual)))
-    assert after == [float(np.float32(4.0 * 2.0**0.001))]
-
-
-def gradual_by_hand(steps: str, rule) -> list[float]:
-    """Return the scales of Chainer's rule by their exact logarithms, each rounded once."""
-    exponent, is_fast, got = Fraction(math.log2(rule.init_scale)), rule.fast_start, []
+def gradual_by_hand(steps: str, rule, scale: float) -> list[float]:
+    """Return the scales of Chainer's rule by their exact logarithms, each rounded once; B is a backoff by itself."""
+    exponent, is_fast, got = Fraction(math.log2(scale)), rule.fast_start, []
     for step in steps:
         is_fast = is_fast and step == "C"
-        exponent += -1 if step == "O" else 1 if is_fast else Fraction(1, rule.growth_interval)
+        exponent += 1 if is_fast else Fraction(1, rule.growth_interval) if step == "C" else -1
         scale = 2.0 ** float(exponent)
         if scale != rule.clamp(scale):
             scale = rule.clamp(scale)
@@ -117,14 +107,18 @@ def gradual_by_hand(steps: str, rule) -> list[float]:
     return got
 
 
-@pytest.mark.numpy
 @pytest.mark.parametrize("interval", [3, *later("ranks", 100, 1000)])
 @pytest.mark.parametrize("name", ["chainer", "guided_diffusion"])
-def test_gradual_growth_is_the_nearest_float32_of_the_exact_rule(name: str, interval: int):
-    draws = np.random.default_rng(interval).random(1500)
-    steps = "".join("O" if draw < 0.7 / interval else "C" for draw in draws)
-    rule = presets.named(name, growth_interval=interval)
-    with opened("numpy") as library:
-        states = [library.state(state) for state in follow(library, rule, steps)]
-    assert [scale for scale, *_ in states] == gradual_by_hand(steps, rule)
-    assert all(most <= limit for _, *found in states for most, limit in zip(found, rule.largest_trackers, strict=True))
+def test_gradual_growth_is_the_nearest_float32_of_the_exact_rule(arrays: Library, name: str, interval: int):
+    chance = random.Random(interval)
+    for first in (None, 3.0, 2.0**20):
+        steps = "".join(chance.choices("COB", [interval, 0.7, 0.1], k=300 if arrays.name == "numpy" else 40))
+        rule = presets.named(name, growth_interval=interval)
+        state, found = start(arrays, rule, **({} if first is None else {"scale": first})), []
+        for step in steps:
+            is_bad = arrays.asarray(int(step == "O"), "int32")
+            state = rule.backoff(state) if step == "B" else rule.update(state, nonfinite=is_bad)
+            scale, *trackers = arrays.state(state)
+            found.append(scale)
+            assert all(map(operator.le, trackers, rule.largest_trackers))
+        assert found == gradual_by_hand(steps, rule, first or rule.init_scale)

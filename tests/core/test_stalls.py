@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 from optimizers import Momentum, Tree, iterate_plainly
+from tiers import later
 
 import gradscale
 from gradscale import GradScaler, StaticScale, TrainingStalledWarning
@@ -35,9 +36,7 @@ def test_the_warning_says_how_long_why_and_what_holds_nan():
     assert "Cause: optimizer state. The optimizer's state holds inf or NaN" in words
 
 
-@pytest.mark.parametrize(
-    "runs", [pytest.param(50, id="some"), pytest.param(10_000, marks=pytest.mark.tier("all"), id="many")]
-)
+@pytest.mark.parametrize("runs", [8, *later("ranks", 50), *later("all", 10_000)])
 def test_no_healthy_run_is_taken_for_a_stalled_one(runs: int):
     random = np.random.default_rng(runs)
     optimizer = Tree()
