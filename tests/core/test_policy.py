@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import Library
-from runs import scales, start
+from runs import start
 from tiers import examples
 
 from gradscale import DynamicScale, InvalidValueError, ScaleState, StaticScale
@@ -120,8 +120,9 @@ def test_an_interval_must_fit_its_tracker():
 
 def test_a_static_scale_never_changes(arrays: Library):
     policy = StaticScale(init_scale=128.0)
-    assert scales(arrays, policy, "COCO") == [128.0] * 4
     state = start(arrays, policy)
+    for found in (1, 0):
+        assert arrays.state(policy.update(state, nonfinite=arrays.asarray(found, "int32"))) == (128.0, 0, 0, 0)
     assert policy.backoff(state) is state
     assert policy.at_min_scale(state) is None
     assert policy.clamp(3.0) == 3.0

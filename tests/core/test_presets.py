@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from libraries import Library, opened
-from runs import scales, start
+from libraries import Library
+from runs import start
 from tiers import later
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, presets
@@ -71,14 +71,13 @@ def test_fairseq_stays_at_a_threshold_above_its_minimum_and_else_raises(threshol
 @pytest.mark.parametrize("name", ["colossalai", "megatron", "paddle", "paddle_static"])
 def test_factors_are_float32_where_the_original_multiplies_by_such(name: str):
     settings = {"init_scale": 2.0**40, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1}
-    steps = "".join(np.random.default_rng(3).choice(["C", "C", "O"], 200))
-    wanted, scale = [], np.float32(2.0**40)
-    for step in steps:
-        scale *= np.float32(0.3 if step == "O" else 1.7)
-        wanted.append(float(scale))
-    with opened("numpy") as library:
-        assert scales(library, presets.named(name, hysteresis=1, **settings), steps) == wanted
-        assert scales(library, presets.torch(**settings), steps) != wanted, "torch multiplies by float64 numbers"
+    policies = presets.named(name, hysteresis=1, **settings), presets.torch(**settings)
+    wanted, states = np.float32(2.0**40), [policy.init(np.float32(0.0)) for policy in policies]
+    for overflow in np.random.default_rng(3).choice([0, 0, 1], 200).astype(np.int32):
+        wanted *= np.float32(0.3 if overflow else 1.7)
+        states = [policy.update(one, nonfinite=overflow) for policy, one in zip(policies, states, strict=True)]
+        assert states[0].scale == wanted
+    assert states[1].scale != wanted, "torch multiplies by float64 numbers"
 
 
 @pytest.mark.parametrize("name", ALL)

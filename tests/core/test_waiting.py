@@ -30,7 +30,7 @@ from gradscale.waiting import DeviceCollectives, GroupWait, poll
 
 pytestmark = pytest.mark.numpy
 
-PATIENCE = 20.0
+PATIENCE = 10.0
 SHORT = 0.05
 
 
@@ -216,7 +216,7 @@ ENDS: dict[str, tuple[Callable[[Courier], None], type[BaseException], str, bool]
 def test_whatever_ends_a_wait_is_raised_soon_and_ends_the_group_once(name: str, connects: bool):
     happen, kind, said, _ = ENDS[name]
     comm, is_late = Courier(connects=connects), kind is CollectiveTimeoutError
-    collectives = over(comm, SHORT if is_late else math.inf)
+    collectives = over(comm, SHORT if is_late else PATIENCE)
 
     def soon():
         while not comm.issued_by:
