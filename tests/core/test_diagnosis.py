@@ -19,7 +19,7 @@ LONG = True
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 def test_random_diagnoses_of_any_optimizer_are_the_models_and_change_nothing(arrays: Library):
-    for seed in range(examples({"numpy": 1000, "torch": 1000}.get(arrays.name, 50))):
+    for seed in range(examples({"numpy": 500, "torch": 500}.get(arrays.name, 25))):
         diagnoses.check([diagnoses.diagnosed(None, seed, arrays)])
 
 

@@ -119,14 +119,17 @@ def recorded(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Recorded:
 def policies():
     """Return policies with each setting that computes something of its own."""
     bounds: list[dict[str, Any]] = [{"at_min": "clamp"}, {"at_min": "hold"}, {"at_min": "raise", "max_scale": 2.0**20}]
-    rules = [
-        DynamicScale(growth_after=after, hysteresis=patience, hysteresis_refill=refill, growth_factor=factor, **bound)
-        for after in ("interval", "first_interval_plus_one", "interval_plus_one")
-        for patience, refill, factor in ((1, "growth", 1.7), (3, "clean_step", 2.0), (3, ("growth", "backoff"), 1.7))
-        for bound in bounds
+    patience: list[dict[str, Any]] = [
+        {"growth_factor": 1.7},
+        {"hysteresis": 3},
+        {"hysteresis": 3, "hysteresis_refill": ("growth", "backoff")},
     ]
-    known = [presets.named(name) for name in presets.names()]
-    return [*rules, *(DynamicScale(tolerance=0.3, **bound) for bound in bounds), StaticScale(8.0), *known]
+    rules = [
+        DynamicScale(growth_after=after, **bound, **own)
+        for after in ("interval", "first_interval_plus_one", "interval_plus_one")
+        for bound, own in zip(bounds, patience, strict=True)
+    ]
+    return [*rules, *(DynamicScale(tolerance=0.3, **bound) for bound in bounds), StaticScale(8.0), presets.chainer()]
 
 
 def functional_step(library: Library, policy):
@@ -164,22 +167,22 @@ def several_devices(library: Library):
 
 def train(library: Library, scaler: GradScaler, feature: str):
     """Use the scaler's whole protocol, gradients of each kind on two devices, and what it saves."""
-    away = library.xp.Device("device1")
+    away, optimizer = library.xp.Device("device1"), Tree()
     for dtype, loss, value in (
         ("float32", 2.0, 1.0),
         ("float64", 2.0, math.nan),
         ("complex64", 2.0, 1.0),
         ("float32", 9.0, 1.0),
     ):
-        optimizer = Tree([library.asarray([value, math.inf if value != 1.0 else 2.0], dtype)])
-        optimizer.grads.append(library.asarray([1.0], device=away))
+        first = library.asarray([value, math.inf if value != 1.0 else 2.0], dtype)
+        optimizer.grads, before = [first, library.asarray([1.0], device=away)], optimizer.steps
         scaler.scale(library.asarray(loss))
         scaler.unscale_(optimizer, **({"max_norm": 1.0, "norm_over": "group"} if feature == "clipping" else {}))
         scaler.step(optimizer)
         if feature == "diagnosis":
             scaler.diagnose(optimizer, gather=True, loss=library.asarray(2.0))
         scaler.update()
-        assert optimizer.steps == (value == 1.0 and (feature, loss) != ("spikes", 9.0))
+        assert optimizer.steps - before == (value == 1.0 and (feature, loss) != ("spikes", 9.0))
     scaler.load_state_dict(scaler.state_dict())
     scaler.scale(library.asarray(1.0))
     scaler.update(library.asarray([4.0]))

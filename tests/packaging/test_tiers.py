@@ -30,8 +30,8 @@ def test_marked(): ...
 """
 FIRST = {"shell[numpy]", "shell[strict]"}
 STANDARDS = "strict-2024.12", "strict-2023.12"
-PURE = {f"shell[{name}]" for name in ("numpy-readonly", "torch", "dask", "jax")}
-OTHERS = PURE | {f"shell[{name}]" for name in ("torch-core", *STANDARDS)}
+PURE = {f"shell[{name}]" for name in ("numpy-readonly", "torch", "jax")}
+OTHERS = PURE | {f"shell[{name}]" for name in ("torch-core", "dask", *STANDARDS)}
 QUICK = {"world[threads]", "world[gloo-early]", *FIRST}
 RANKS = QUICK | OTHERS | {"world[mpi]", "marked"}
 

@@ -25,7 +25,7 @@ from worlds import ProcessWorld
 
 TIERS = ("quick", "ranks", "all")
 _VARIABLE = "GRADSCALE_TEST_TIER"
-_QUICK_ROWS = {False: ("numpy", "strict"), True: ("numpy", "numpy-readonly", "strict", "torch", "dask", "jax")}
+_QUICK_ROWS = {False: ("numpy", "strict"), True: ("numpy", "numpy-readonly", "strict", "torch", "jax")}
 _SHARE = 3  # one case of so many on a row that repeats another one
 
 
