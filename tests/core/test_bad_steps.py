@@ -36,6 +36,18 @@ def test_so_many_optimizers_that_none_is_ever_judged_are_told_of(monkeypatch: py
         iterate_plainly(scaler, kept[-1])
 
 
+def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values():
+    saved = trained(policy=gradscale.StaticScale(1.0))[0].state_dict()
+    saved["spikes"][0]["loss"]["values"] = [1.0, 2.0, 3.0, 4.0, 5.0]
+    scaler, optimizer = (
+        gradscale.GradScaler(policy=gradscale.StaticScale(1.0), skip=gradscale.SkipSpikes(window=4, of="loss")),
+        Tree(),
+    )
+    scaler.load_state_dict(saved)
+    iterate_plainly(scaler, optimizer, loss=6.0)
+    assert scaler.state_dict()["spikes"][0]["loss"]["values"] == [3.0, 4.0, 5.0, 6.0]
+
+
 def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle():
     class Cyclic(Tree):
         def __init__(self):

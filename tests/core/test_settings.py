@@ -9,7 +9,7 @@ from libraries import Library
 from optimizers import Tree, iterate
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StepGuard, StepReport
+from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StaticScale, StepGuard, StepReport
 
 
 def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Library, strict: Library):
@@ -101,3 +101,15 @@ def test_a_disabled_scaler_refuses_no_step_and_talks_to_no_group(make):
         scaler.refuse(optimizer)
     with pytest.raises(InvalidValueError, match="a disabled scaler talks to no group"):
         scaler.unscale_(optimizer, max_norm=1.0, norm_over="group")
+
+
+def test_gradients_of_before_a_load_tell_nothing_of_the_loaded_scale(arrays: Library):
+    scaler, optimizer = GradScaler(policy=StaticScale(1.0)), Tree([arrays.asarray([1.0])])
+    scaler.scale(arrays.asarray(1.0))
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 1024.0})
+    for gradient in (1.0, 1024.0):
+        optimizer.grads = [arrays.asarray([gradient])]
+        scaler.step(optimizer)
+        arrays.assert_array(optimizer.grads[0], [1.0])
+        scaler.update()
+        scaler.scale(arrays.asarray(1.0))
