@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from axes import require
 from axes_jax import gradscale_jax, jax, jnp
+from optimizers import Tree
 
 import gradscale
 from gradscale import CallOrderError, DynamicScale, InvalidTypeError, InvalidValueError, SkipSpikes, registry
@@ -42,6 +43,13 @@ def by_module(transform=lambda run: run):
     eqx = require("equinox")
     norm, _ = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")
     return transform(gradscale_jax.value_and_grad(lambda norm: norm.weight.sum(), POLICY))(STATE, norm)
+
+
+def traced(call):
+    """Make a call of a scaler that has scaled a loss in a function that jax compiles."""
+    scaler, loss = gradscale.GradScaler(), jnp.ones(())
+    scaler.scale(loss)
+    jax.jit(lambda w: call(scaler, loss) or w)(1.0)
 
 
 def run(w, **options):
@@ -103,6 +111,8 @@ REFUSED = {
     "branch, compiled": (lambda: jax.jit(lambda w: not run(w))(ONES), TYPE, NO_BOOL),
     "traced check": (lambda: jax.jit(lambda w: run(w).check(POLICY))(ONES), ORDER, "outside of jit"),
     "traced scale": (lambda: jax.jit(jax.grad(gradscale.GradScaler().scale))(1.0), TYPE, TRACED % r"scale\(\)"),
+    "traced again": (lambda: traced(lambda scaler, loss: scaler.scale(loss)), TYPE, TRACED % r"scale\(\)"),
+    "traced unscale": (lambda: traced(lambda scaler, x: scaler.unscale_(Tree([x]))), TYPE, TRACED % r"unscale_\(\)"),
     "traced read": (
         lambda: jax.jit(registry.get("jax").read)(ONES),
         TYPE,

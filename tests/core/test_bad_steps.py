@@ -110,3 +110,21 @@ def test_what_a_guard_shows_and_logs_speaks_of_no_scale(caplog: pytest.LogCaptur
     summary = "2 of the last 2 steps skipped (100 %); in all 0 taken, 2 non-finite, 0 spike, 0 refused"
     assert caplog.messages == [f"iteration 1: {told}", f"iteration 2: {told}", f"iteration 2: {summary}"]
     assert repr(guard).startswith("StepGuard(skip=SkipSpikes(window=8")
+
+
+@pytest.mark.parametrize("is_met", [False, True], ids=["new", "used"])
+def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(is_met: bool):
+    scaler, optimizer = gradscale.GradScaler(init_scale=1024.0, skip=RULE), Tree()
+    for value in (1.0, 1.0, np.inf, 1.0):
+        iterate_plainly(scaler, optimizer, value)
+    guard, other = StepGuard(skip=RULE), Tree()
+    if is_met:
+        iterate_plainly(guard, other, 1.0)
+    saved = scaler.state_dict()
+    guard.load_state_dict(saved)
+    held = guard.state_dict()
+    assert {name: held[name] for name in ("iteration", "counts", "spikes")} == {
+        name: saved[name] for name in ("iteration", "counts", "spikes")
+    }
+    assert iterate_plainly(guard, other, 3.0, 1.0).reason == "stepped"
+    assert (other.grads[0].tolist(), guard.get_scale()) == ([3.0] * 3, 1.0)
