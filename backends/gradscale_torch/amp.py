@@ -186,7 +186,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         live = _live(self)
         # A device is not waited for.
         held = None if live.state is None else live.state.scale
-        scale = live.scale() if held is None or not devices.would_wait(held) else f"<on {held.device}>"
+        scale = live.scale() if held is None or devices.is_on_cpu(held) else f"<on {held.device}>"
         return f"{type(self).__name__}(policy={live.policy!r}, scale={scale}, enabled={self._enabled})"
 
     # The iteration.

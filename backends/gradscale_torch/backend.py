@@ -18,7 +18,7 @@ from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32
 from gradscale.errors import InvalidTypeError, InvalidValueError, shown
 from gradscale_torch import devices, gradients
-from gradscale_torch.devices import CPU, Flags, TensorRead, combined, forbid_capture, integers, is_capturing, moved
+from gradscale_torch.devices import CPU, Flags, TensorRead, combined, forbid_capture, is_capturing, moved
 from gradscale_torch.groups import TorchCollectives
 from gradscale_torch.stepping import stepping
 
@@ -65,14 +65,14 @@ class TorchBackend(Backend):
     def read(self, x: Tensor, /) -> list[int]:
         """Return a 1-d int32 tensor as Python ints."""
         # A loss may be of another library.
-        if isinstance(x, torch.Tensor) and devices.would_wait(x):
+        if isinstance(x, torch.Tensor) and not devices.is_on_cpu(x):
             forbid_capture(x.device, "step once before the capture, since the CPU reads the first message over a group")
         values: list[int] = x.tolist()
         return values
 
     def peek(self, arrays: Sequence[Tensor], /) -> list[Any] | None:
         """Return the numbers in 0-d tensors of one device; None if that is not the CPU."""
-        return None if devices.would_wait(arrays[0]) else list(map(_item, arrays))
+        return list(map(_item, arrays)) if devices.is_on_cpu(arrays[0]) else None
 
     def start_read(self, x: Tensor, /) -> HostRead:
         """Begin to copy a 1-d int32 tensor to the CPU, which does not wait."""
@@ -88,7 +88,12 @@ class TorchBackend(Backend):
 
     def integers(self, values: Sequence[int], like: Tensor, /) -> Tensor:
         """Return numbers as a 1-d int32 tensor on the device of another one; nothing is waited for."""
-        return integers(values, like.device)
+        if like.device == CPU:
+            return torch.tensor(values, dtype=torch.int32, device=CPU)
+        # The CPU would wait for a copy, but not for the arguments of a kernel.
+        made = torch.zeros(len(values), dtype=torch.int32, device=like.device)
+        torch._foreach_add_(made.unbind(), list(values))
+        return made
 
     def example(self) -> Tensor:
         """Return a 0-d float32 tensor on the device that is trained on, or the default one."""

@@ -7,7 +7,8 @@ stay the same in every replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -38,16 +39,6 @@ def moved(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = N
     return tensor.to(device, tensor.dtype if dtype is None else dtype, non_blocking=device.type != "cpu")
 
 
-def integers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return numbers as a 1-d int32 tensor on a device; nothing is waited for."""
-    if device == CPU:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-    # The CPU would wait for a copy, but not for the arguments of a kernel.
-    made = torch.zeros(len(values), dtype=torch.int32, device=device)
-    torch._foreach_add_(made.unbind(), list(values))
-    return made
-
-
 def is_capturing(device: torch.device) -> bool:
     """Tell whether a graph of a device is being captured, in which nothing may be waited for or asked."""
     if device == CPU:
@@ -64,9 +55,8 @@ def forbid_capture(device: torch.device, what: str) -> None:
         raise CallOrderError(msg)
 
 
-def would_wait(tensor: Tensor) -> bool:
-    """Tell whether the CPU would have to wait for a device to know a tensor's values."""
-    return not tensor.is_cpu
+is_on_cpu: Callable[[Tensor], bool] = operator.attrgetter("is_cpu")
+"""Tells whether the CPU knows a tensor's values without waiting for a device."""
 
 
 class TensorRead:

@@ -18,7 +18,7 @@ from gradscale.core.gradients import Found, Home, Listed, Request
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL
 from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, shown
-from gradscale_torch.devices import CPU, Flags, combined, is_capturing, moved, would_wait
+from gradscale_torch.devices import CPU, Flags, combined, is_capturing, is_on_cpu, moved
 from gradscale_torch.groups import TorchCollectives
 
 Tensor = torch.Tensor
@@ -149,7 +149,7 @@ class TensorGradients:
         """Return the factor that unscales and clips at once, and the norm."""
         exchange = self._request.exchange
         # On a device the CPU waits for nobody, so that the norm is not announced.
-        if exchange is not None and not would_wait(inverse):
+        if exchange is not None and is_on_cpu(inverse):
             exchange.announce(inverse)
         squares, own = self._squares(inverse.device)
         norm = squares.sqrt() * inverse

@@ -34,7 +34,7 @@ from gradscale.waiting import (
     require_message,
     wait_and_tell,
 )
-from gradscale_torch.devices import CPU, forbid_capture, integers, is_capturing
+from gradscale_torch.devices import CPU, forbid_capture, is_capturing
 
 Tensor = torch.Tensor
 
@@ -242,7 +242,7 @@ def _forget_what_is_done() -> None:
 def _as_tensor(x: Array) -> Tensor:
     if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] == CPU_IN_DLPACK:
         # torch takes no read-only memory by DLPack, and ends the process at a negative stride.
-        return integers(registry.backend_for(x).read(x), CPU)
+        return torch.tensor(registry.backend_for(x).read(x), dtype=torch.int32, device=CPU)
     return from_dlpack(array_namespace(x).asarray(x, copy=True))
 
 

@@ -43,7 +43,7 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
                 return None
             return _grad_scaler_step(step)
         return _fused_step(step)
-    if live.state is not None and step.closure is None and devices.would_wait(live.state.scale):
+    if live.state is not None and step.closure is None and not devices.is_on_cpu(live.state.scale):
         forbid_capture(live.state.scale.device, NO_READS)
     return None
 
@@ -77,8 +77,8 @@ def _fused_step(step: Step) -> Iterator[None]:
     found, state = pending.found, pending.state
     home = state.scale.device
     fresh = _without_momentum(optimizer)
-    would_wait = devices.would_wait(state.scale)
-    if pending.override is None and would_wait:
+    is_known = devices.is_on_cpu(state.scale)
+    if pending.override is None and not is_known:
         # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced, and
         # momentum that is not to be damped if this step is skipped.
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
@@ -86,7 +86,7 @@ def _fused_step(step: Step) -> Iterator[None]:
         pending.is_late = may_be_late and iteration.live.at_min_scale(state) is None
     is_empty = not pending.groups and not found.has_gradients and not turn.refused
     if not pending.is_late or is_empty:
-        if would_wait:
+        if not is_known:
             forbid_capture(home, NO_READS)
         step.verdict = iteration.verdict_for_step(turn, optimizer)
     flag, scale = flag_of(pending, home), getattr(optimizer, "grad_scale", None)

@@ -29,6 +29,7 @@ import math
 import numbers
 import operator
 import re
+import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat, TypeAlias
@@ -52,6 +53,8 @@ _STAGE, _SCALE, _HASH = _FLAGS, _FLAGS + 1, _FLAGS + 5
 _NORM = _HASH + WORDS
 _MIDDLE = _NORM + 1
 _FIELDS = _MIDDLE - _FLAGS
+# A state, and its bits.
+_STATE, _BITS = struct.Struct("=f3i"), struct.Struct("=4i")
 LENGTH = _MIDDLE + _FIELDS
 
 CARRIED = 2 * (_HASH - _SCALE)
@@ -221,7 +224,9 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
 def of_numbers(state: Numbers, words: Sequence[int], found: Flags, norm: float = 0.0) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
     scale, *trackers = state
-    fields = [_USUAL, bits_of_float32(scale), *trackers, *words, bits_of_float32(norm) if norm else 0]
+    # Those of a user's policy may be floats on the host.
+    bits = _BITS.unpack(_STATE.pack(scale, *map(int, trackers)))
+    fields = [_USUAL, *bits, *words, bits_of_float32(norm) if norm else 0]
     return [*found, *fields, *map(operator.neg, fields)]
 
 
@@ -308,8 +313,7 @@ def state_bits(values: Sequence[int]) -> Sequence[int]:
 
 def state_of(values: Sequence[int]) -> Numbers:
     """Return the state of a message as Python numbers."""
-    scale, *trackers = state_bits(values)
-    return Numbers(float32_from_bits(scale), *trackers)
+    return Numbers(*_STATE.unpack(_BITS.pack(*state_bits(values))))
 
 
 def carried(values: Sequence[int]) -> list[int]:
@@ -364,7 +368,7 @@ def code_in(values: Sequence[int]) -> int:
 
 def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:
     """Return the verdict of ranks that hold one state, or of which some cannot unscale their gradients."""
-    return verdict_from(Flags(*values[:_FLAGS]), own[0], float32_from_bits(values[_SCALE]))
+    return verdict_from(Flags(*values[:_FLAGS]), own[0], state_of(values).scale)
 
 
 # The words for a difference between ranks.

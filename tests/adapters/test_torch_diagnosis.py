@@ -37,7 +37,7 @@ def test_random_diagnoses_are_the_models_when_verdicts_are_read(monkeypatch: pyt
     with opened("torch") as arrays:
         for seed in range(examples(200)):
             # The host reads a late verdict when it is asked for it, as those of a device are.
-            monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _, is_late=seed % 2 == 1: is_late)
+            monkeypatch.setattr("gradscale_torch.devices.is_on_cpu", lambda _, is_known=seed % 2 == 0: is_known)
             diagnoses.check([diagnoses.diagnosed(None, seed, arrays)])
 
 

@@ -407,7 +407,7 @@ def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_give
         telling["group"] = parameters[0].device_mesh.get_all_groups()
     scaler = make_scaler(setup, "gradscale", init_scale=1024.0, **({} if how == "late" else telling))
     told = []
-    late = mock.patch.object(devices, "would_wait", return_value=True)
+    late = mock.patch.object(devices, "is_on_cpu", return_value=False)
     with late if how == "late" else contextlib.nullcontext():
         for iteration in range(size + 1):
             optimizer.zero_grad()

@@ -30,7 +30,7 @@ explicit = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unsc
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Treat tensors of the host like those of a device, which make the host wait, or not, as the test says."""
     is_late = getattr(request, "param", True)
-    monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: is_late)
+    monkeypatch.setattr("gradscale_torch.devices.is_on_cpu", lambda _: not is_late)
 
 
 late_or_not = pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"], indirect=True)
