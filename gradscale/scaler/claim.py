@@ -211,10 +211,10 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
         reason = Reason.NO_GRADIENTS
     if nonfinite and reason not in (Reason.OVERFLOW, Reason.FAILED):
         reason, by = Reason.OVERFLOW, None
-    if presence == Presence.SOME and not scaled and reason in (Reason.STEPPED, Reason.OVERFLOW):
+    if not scaled and presence == Presence.SOME and reason in (Reason.STEPPED, Reason.OVERFLOW):
         reason, by = Reason.NOT_SCALED, None
-    is_idle = presence == Presence.ZEROS and not scaled
-    is_unscaled = bool(presence) and scaled == 1
+    is_idle = not scaled and presence == Presence.ZEROS
+    is_unscaled = scaled == 1 and bool(presence)
     return Verdict(reason, by, nonfinite, local_nonfinite, bool(at_min_scale), scale, is_idle, is_unscaled)
 
 

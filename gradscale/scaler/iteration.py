@@ -536,10 +536,11 @@ class Iteration:
         report = self._report(pending, verdicts, wanted) if self.reports.on_update else None
         is_at_min = wanted is None and any(map(_at_min_scale, verdicts))
         underflow = self._underflow(pending, verdicts) if is_at_min else None
-        for turn in self.turns:
-            # A window learns from no gradients that were only looked at, or that the user has stepped with.
-            if self.guard is not None and turn.is_over and turn.observation is not None and turn.pending is not None:
-                self.guard.learn(turn.observation, turn.pending.reason(), live.backend.put)
+        if self.guard is not None:
+            for turn in self.turns:
+                # A window learns from no gradients that were only looked at, or that the user has stepped with.
+                if turn.is_over and turn.observation is not None and turn.pending is not None:
+                    self.guard.learn(turn.observation, turn.pending.reason(), live.backend.put)
         # Last, since Ctrl-C after it would let the next update adapt the state again.
         if wanted is not None:
             live.replace_scale(wanted)

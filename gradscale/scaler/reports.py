@@ -338,6 +338,7 @@ class Tally:
     def note(self, step: StepReport) -> None:
         """Count a step."""
         name = step.reason if step.skipped else "taken"
+        # Reports and copies of the scaler may hold the counts of before.
         self.counts = {**self.counts, name: self.counts[name] + 1}
         if not step.skipped:
             # Its iteration's other steps are no row either.

@@ -37,8 +37,6 @@ class Pending:
     override: Callable[[], Array | None] | None = None
     is_placeholder = is_late = is_captured = False
     _copy: HostRead | None = None
-    # Of the reason that an overflow hides.
-    _hidden = 0
 
     def __init__(
         self,
@@ -63,8 +61,8 @@ class Pending:
         if not isinstance(code, int):
             (code,) = live.backend.peek((code,)) or (code,)
         self._live, self._code, self._count = live, code, count
-        if isinstance(code, int):
-            self._hidden = code
+        # The reason that an overflow hides.
+        self._hidden = code if isinstance(code, int) else 0
         if isinstance(count, int) and count:
             # It goes before a refusal, which counts again if a framework overrules the overflow.
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
