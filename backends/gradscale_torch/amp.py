@@ -153,7 +153,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     """
 
     _rejoins: bool
-    # Whether it keeps the dtype of a loss, and torch's function takes float16, as torch's ShardedGradScaler does.
+    # As torch's ShardedGradScaler: the default group is joined, a loss keeps its dtype, torch's function takes float16.
     _is_sharded = False
 
     @takes(Watching)
@@ -233,9 +233,10 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         Returns
         -------
         tensor or None
-            With ``max_norm`` the norm before clipping, 0-d float32. No host read. Over a group this starts the
-            agreement, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own. On the CPU one more
-            announces it; elsewhere ranks of which some ask for no norm wait until the time is over.
+            With ``max_norm`` the norm before clipping, 0-d float32. No host read, but a wait for the device if its
+            gradients are agreed on over a group of the CPU, as gloo's. Over a group this starts the agreement, which
+            ``step`` finishes; the norm of DTensors costs an all-reduce of its own. On the CPU one more announces it;
+            elsewhere ranks of which some ask for no norm wait until the time is over.
 
         Raises
         ------
@@ -273,9 +274,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
         Notes
         -----
-        One host read; none for a fused optimizer on a device, whose desync is then raised in one of the next calls of
-        each rank, and until then no rank steps. A rank that already waits for one that has ended raises
-        CollectiveTimeoutError or BackendError.
+        One host read; none for a fused optimizer on a device, unless the group is of the CPU, as gloo's. A desync is
+        then raised in one of the next calls of each rank, and until then no rank steps. A rank that already waits for
+        one that has ended raises CollectiveTimeoutError or BackendError.
 
         A scale that is read and is not finite or not above 0, since something has written to the scaler's tensors, is a
         BackendError; ``load_state_dict`` begins the iteration again.

@@ -59,7 +59,7 @@ class TorchBackend(Backend):
     _device: torch.device | str | int | None = None
 
     def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
-        """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. No communication."""
+        """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. A mesh may need a group, made collectively."""
         return TorchCollectives(group, timeout)
 
     def read(self, x: Tensor, /) -> list[int]:

@@ -36,7 +36,7 @@ _Carry: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 _LOWEST_INT32 = -(2**31)
 
 OF_ALL_RANKS = BackendError, CollectiveTimeoutError, ScaleDesyncError
-"""The errors that end an agreement, on every rank."""
+"""The errors that end an agreement: what ranks differ in, on all of them, and what one has waited for in vain."""
 
 # Seconds in which the other ranks answer one that tells what it holds.
 _PATIENCE = 5.0

@@ -1,22 +1,22 @@
 """The message of ranks: what they must hold in common, in words; its hash; its one form; what differs, rank by rank.
 
-A :class:`Claim` is what ranks must hold in common besides the state. A hash of it travels in 21 int32 (84 bytes)::
+A :class:`Claim` is what ranks must hold in common besides the state. Its hash travels in a message of 21 int32::
 
     [nonfinite, at_min_scale, presence, scaled, code, stage, scale, three trackers, two of the hash, norm, negatives]
 
-After an element-wise MAX over the ranks, the first five are what any rank found (:func:`reason_code`: the gravest
-reason to skip the step, and the lowest rank that has it), and each of the next eight is minus the one of its negative
-exactly when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. What
-travels are integers: MAX over floats gives ranks different answers if one of them holds a NaN. Every message has this
-form and length, whatever the library of the sender's arrays.
+After an element-wise MAX over the ranks, the first five are what any rank found (``code``: the gravest reason to skip
+the step, and the lowest rank that has it, by :func:`reason_code`), and each of the next eight is minus the one of its
+negative exactly when all ranks hold one value, so that a rank that has drifted is found in the same message, on every
+rank. What travels are integers: MAX over floats gives ranks different answers if one of them holds a NaN. Every message
+has this form and length, whatever the library of the sender's arrays.
 
 The ``stage`` says that a message is gradscale's, and what it is for. Values of single ranks, such as norms, and the
 words of ranks that differ, travel in rounds of such messages, in the place of the state. Only the :func:`greeting` is
 shorter. It goes before all others over a group, since another version may make them of another form.
 
 No other file knows the layout. One more thing to agree on, if it is an option of the scaler, is one more of those that
-``parts_of`` gives to the agreement. If it changes, it is a field of the claim, before ``kind``: ``next_claim`` fills
-it, and claims that other files make leave it at its default.
+``parts_of`` of scaler.py gives to the agreement. If it may change from message to message, it is a field of the claim,
+before ``kind``: ``next_claim`` fills it, and claims that other files make leave it at its default.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CARRIED = 2 * (_HASH - _SCALE)
 # other orders: by a thousandth.
 _CLOSE = 2**13
 
-# Numbers that hardly another message holds in this place, and its negative in the other; the last one is always seen.
+# Numbers that hardly another message holds in this place, and its negative in the other; MAX keeps _TELLING.
 _USUAL, _CARRYING, _TELLING = 0x47534D30, 0x47534D31, 0x47534D32
 
 _RANK_BITS = 20
@@ -86,7 +86,7 @@ class Call(enum.StrEnum):
 
 
 class Claim(NamedTuple):
-    """Words that ranks must hold in common besides the state; any text, which may have several lines, comes last."""
+    """Words that ranks must hold in common besides the state; text that may have several lines comes last."""
 
     call: str
     iteration: int = 0
@@ -122,11 +122,12 @@ def hash_of(claim: Claim | None) -> tuple[int, ...]:
 class Reason(enum.IntEnum):
     """Why a rank skips a step; false if it makes it. From FAILED on it is an error on every rank.
 
-    Of the others the gravest is the last, which MAX over the ranks keeps. A spike is 1, so that a flag is its number,
-    and windows learn from no step with a greater one.
+    Of the others the gravest is the last, which MAX over the ranks keeps. A spike is 1, so that a flag, 0 or 1, is its
+    number, and windows learn from no step with a greater one.
 
     One more reason is one more before OVERFLOW, in ``HELD`` if it moves no scale, and in the words of reports.py. If
-    programs have it, a method of the scaler gives it to ``Iteration.refuse``, and torch's scaler makes it ``untraced``.
+    the program gives it, a method of the scaler calls ``Iteration.refuse`` with it, whose errors name ``refuse()``, and
+    torch's scaler makes that method ``untraced``.
     """
 
     STEPPED = 0
@@ -300,7 +301,7 @@ def bounds_in(agreed: Array) -> tuple[Array, Array]:
 
 
 def differ_in(agreed: Array) -> Array:
-    """Tell whether ranks hold different states, hashes or norms, 0-d; after an overflow norms may. No host read."""
+    """Tell whether ranks hold different states, hashes or norms, 0-d; if they overflow, norms may. No host read."""
     xp, (least, most) = array_namespace(agreed), bounds_in(agreed)
     is_close = agreed[_NORM : _NORM + 1] + agreed[-1:] <= _CLOSE
     return xp.logical_not(xp.logical_and(xp.all(least == most), xp.all(is_close)))

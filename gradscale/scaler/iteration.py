@@ -76,7 +76,7 @@ class Turn:
     some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun and was not
     made; ``is_overtaken``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
     ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank wants no step, if
-    so. ``code``: why this rank skips the step, as :func:`claim.reason_code`; 0 if it does not.
+    so. ``code``: this rank's spike or refusal, as :func:`claim.reason_code`, or 0; ``Pending`` adds an overflow.
     """
 
     owner: Callable[[], Optimizer | None] | None = None
@@ -430,7 +430,7 @@ class Iteration:
         return found * claims.reason_code(Reason.SPIKE, self.agreement.rank())
 
     def _tell_of_failure(self, optimizer: Optimizer) -> None:
-        """Raise ScaleDesyncError on all ranks but this one, which would wait for a message of it."""
+        """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
         agreement, live = self.agreement, self.live
         # What fails now is not what is wrong.
         with contextlib.suppress(Exception):
@@ -516,7 +516,7 @@ class Iteration:
     def close(
         self, new_scale: float | Array | None = None
     ) -> tuple[Callable[[], UpdateReport] | None, ScaleUnderflowError | None]:
-        """Adapt the state to the verdicts, or set a scale; the host reads only the numbers that a report needs.
+        """Adapt the state to the verdicts, or set a scale; the host reads what a report needs, and a step left out.
 
         Return a function that makes the report of the update, if somebody wants it, and an error to raise afterwards.
         """

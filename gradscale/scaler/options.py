@@ -25,7 +25,7 @@ DEFAULT_TIMEOUT = 1800.0
 
 
 class Guarding(TypedDict, total=False):
-    """The options of whatever skips steps."""
+    """The options of every scaler and guard."""
 
     on_skip: OnSkip | None
     on_update: OnUpdate | None
@@ -37,7 +37,7 @@ class Guarding(TypedDict, total=False):
 
 
 class Watching(Guarding, total=False):
-    """The options of every scaler, torch's replacements among them."""
+    """Those, and the policy: the options of every scaler, torch's replacements among them."""
 
     policy: Policy | None
 

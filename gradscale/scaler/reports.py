@@ -122,7 +122,7 @@ class Words(NamedTuple):
     """In a log, after the rank that has it."""
 
 
-# The gravest first, which is the reason of a row in a log.
+# The gravest first, which is the reason of a row in a log. The other reasons are errors, which have no report.
 REASONS: dict[Reason, Words] = {
     Reason.NO_GRADIENTS: Words("no gradients"),
     Reason.OVERFLOW: Words("overflow", "non-finite gradients (inf or NaN)"),

@@ -762,8 +762,9 @@ class ShardedGradScaler(GradScaler):
     Parameters
     ----------
     group : communicator, Collectives, or list of these
-        An MPI communicator (duplicated, which is collective over it), an object with ``rank``,
-        ``size`` and ``start_max``, or a list of them (data, tensor, pipeline, expert), agreed over in turn.
+        An MPI communicator (duplicated, which is collective over it), one of NCCL, a torch ProcessGroup or DeviceMesh,
+        an object with ``rank``, ``size`` and ``start_max``, or a list of these (data, tensor, pipeline, expert),
+        agreed over in turn.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
     init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend : optional
@@ -782,8 +783,9 @@ class ShardedGradScaler(GradScaler):
 
     Notes
     -----
-    Construct it on every rank, with the same options but for ``on_skip``, ``on_update`` and ``history_size``, and call
-    ``unscale_``, ``step`` and ``update`` for the same optimizers in the same order on every rank. ``backend`` lets a
+    Construct it on every rank, with the same options but for ``on_skip``, ``on_update``, ``history_size``,
+    ``warn_after``, ``backend`` and ``timeout``, and call ``unscale_``, ``step`` and ``update`` for the same optimizers
+    in the same order on every rank. ``backend`` lets a
     rank that never has an array take part. Reports number the ranks of a list of groups row by row, the last group
     varying fastest: ``first.rank * second.size + second.rank``. A disabled scaler makes no collectives. Before the
     first message over a group, one of 16 bytes compares the ranks' versions of gradscale.

@@ -164,7 +164,7 @@ class Pending:
         return self._copy is None or self._copy.is_done()
 
     def count(self) -> Array | int | None:
-        """Return the agreed count, 0-d if the host does not know it; None if it moves no scale. No host read."""
+        """Return the agreed count, 0-d if the host does not know it; None for a spike, a refusal or idle zeros."""
         known = self.known if self.override is None or self.known is None else self.read()
         if self._is_idle if known is None else (known.is_idle or known.reason in HELD):
             return None
