@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -152,15 +151,15 @@ class HostCuda:
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cuda":
             devices.add(self.indexed(asked))
-        if len(devices) > 1 or (devices and any(_is_of_host(one) and one.dim() for one in flat)):
+        others = [one for one in flat if isinstance(one, Tensor) and not isinstance(one, DeviceTensor) and one.dim()]
+        if len(devices) > 1 or (devices and others):
             msg = f"Expected all tensors to be on the same device, but {func} found {sorted(map(str, devices))} and cpu"
             raise RuntimeError(msg)
         home = next(iter(devices), None)
         if home is not None and func in _READS:
             self.wait(home, str(func))
         by_values = {id(one.values): one for one in tensors}
-        plain = [one.values if isinstance(one, DeviceTensor) else one for one in flat]
-        args, kwargs = tree_unflatten(plain, spec)
+        args, kwargs = tree_unflatten(list(map(on_host, flat)), spec)
         if home is not None and "device" in kwargs:
             kwargs = {**kwargs, "device": _CPU}
         made = self._launched(func, args, kwargs) if home is not None else func(*args, **kwargs)
@@ -207,16 +206,14 @@ class HostCuda:
         options.pop("pin_memory", None)
         is_late = options.pop("non_blocking", False)
         device = x.device if asked is None else self.indexed(asked)
-        values = x.values if isinstance(x, DeviceTensor) else x
-        if device == x.device:
-            if not isinstance(x, DeviceTensor):
-                return aten._to_copy.default(values, **options)
-            return DeviceTensor(self._launched(aten._to_copy.default, (values,), options), device)
+        values = on_host(x)
         if device.type == "cpu":
+            if x is values:
+                return aten._to_copy.default(values, **options)
             target = torch.full_like(values, _GARBAGE, dtype=options.get("dtype") or values.dtype)
             self._to_host(target, x, is_late=is_late)
             return target
-        if x.device.type == "cpu":
+        if x is values:
             self._from_host(device, is_late=is_late)
         return DeviceTensor(self._launched(aten._to_copy.default, (values,), options), device)
 
@@ -225,8 +222,7 @@ class HostCuda:
         if isinstance(target, DeviceTensor):
             if x.device.type == "cpu" and x.dim():
                 self._from_host(target.device, is_late=non_blocking)
-            values = x.values if isinstance(x, DeviceTensor) else x
-            self._launched(aten.copy_.default, (target.values, values), {})
+            self._launched(aten.copy_.default, (target.values, on_host(x)), {})
         elif isinstance(x, DeviceTensor):
             target.fill_(_GARBAGE)
             self._to_host(target, x, is_late=non_blocking)
@@ -236,9 +232,7 @@ class HostCuda:
 
     def _to_host(self, target: Tensor, x: Tensor, *, is_late: bool):
         assert isinstance(x, DeviceTensor)
-        if self.graph is not None and is_late:
-            msg = "a graph would fill memory of the host that has other owners by then"
-            raise AssertionError(msg)
+        assert not is_late or self.graph is None, "a graph would fill memory of the host that has other owners by then"
         self._copies[x.device.index].append((target, x.values.clone()))
         if not is_late:
             self.wait(x.device, "a copy to the host")
@@ -246,9 +240,7 @@ class HostCuda:
     def _from_host(self, device: torch.device, *, is_late: bool):
         if not is_late:
             self.wait(device, "a copy from the host")
-        elif self.graph is not None:
-            msg = "a graph would read memory of the host that has other owners by then"
-            raise AssertionError(msg)
+        assert self.graph is None, "a graph would read memory of the host that has other owners by then"
 
 
 def _require_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor):
@@ -261,16 +253,12 @@ def _require_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor):
         _UNSCALE(wide, flag, factor)
 
 
-def _is_of_host(x) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DeviceTensor)
-
-
 def _is_device(x) -> bool:
     return isinstance(x, torch.device) or (isinstance(x, str) and x.startswith("cuda"))
 
 
-def on_host(x: Tensor) -> Tensor:
-    """Return what a tensor holds, without a wait."""
+def on_host(x):
+    """Return what a tensor holds, without a wait; anything else as it is."""
     return x.values if isinstance(x, DeviceTensor) else x
 
 
@@ -308,39 +296,28 @@ def installed() -> Iterator[HostCuda]:
                     return None
             return func(*args, **kwargs)
 
-    class Stream:
-        def __init__(self, device=None):
-            self.device = cuda.indexed("cuda" if device is None else device)
-
     class Event:
-        """A point in a stream; over when the copies before it have arrived."""
+        """A point in a stream, which its device stands for; over when the copies before it have arrived."""
 
         def __init__(self, device=None, **_options: bool):
             assert torch.device(device).type == "cuda"
-            self._index = 0
-            self._before: list[Any] | None = None
 
-        def record(self, stream: Stream | None = None):
+        def record(self, stream: torch.device | None = None):
             # Without a stream that of the current device, whatever it was made with.
-            self._index = cuda.current if stream is None else stream.device.index
-            self._before = [id(target) for target, _ in cuda._copies[self._index]]
-
-        def _is_over(self) -> bool:
-            left = {id(target) for target, _ in cuda._copies[self._index]}
-            return left.isdisjoint(self._before or ())
+            self._index = cuda.current if stream is None else stream.index
+            self._before = {id(target) for target, _ in cuda._copies[self._index]}
 
         def query(self) -> bool:
             cuda.refuse_capture()
-            return self._is_over()
+            return self._before.isdisjoint(id(target) for target, _ in cuda._copies[self._index])
 
         def synchronize(self):
-            cuda.refuse_capture()
-            if not self._is_over():
+            if not self.query():
                 cuda.wait(torch.device("cuda", self._index), "an event")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Event", Event)
-        patch.setattr(torch.accelerator, "current_stream", Stream)
+        patch.setattr(torch.accelerator, "current_stream", cuda.indexed)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: cuda.current)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
