@@ -132,13 +132,6 @@ def keeps_gradients(rows: Table):
     assert all(abs(zeros - fp32) < 1 for zeros in scaled)
 
 
-def leaves_no_trace(rows: Table):
-    """Assert that a bad batch spoils the run in which its step is made, and not the one that skips it."""
-    _, bad, _, skipped = (row["beside the first"] for row in rows.values())
-    assert bad > 5
-    assert abs(skipped) < 1
-
-
 SAME = "verified: weights and scaler state are bit-identical on {where}"
 ONE = f"{SAME}, which skipped as one"
 WITH_SCHEDULE = ONE.replace(" and", ", schedule and")
@@ -146,11 +139,21 @@ SEEN, SKIPPED = "seen by {seen}", "{ranks} skipped"
 INJECTED = f"injected on rank {{rank}}, {SEEN}; {SKIPPED}"
 # The arguments of a run, its steps, which one is skipped as what, and what is said at the end. A scale of 65536 doubles
 # after 25 clean steps of the digits, and after 10 of FSDP; from the 65th step on losses are judged.
-TOLD: dict[Program, tuple[str, int, str, str]] = {
-    DIGITS: ("--inject 30:{rank}", 60, f"step 30: overflow {SEEN} (injected); {SKIPPED}; scale 2^17 -> 2^16", SAME),
-    FSDP: ("--inject 15:{rank}", 20, f"step 15: overflow {INJECTED}; scale 2^17 -> 2^16", SAME),
-    RL: ("--text-steps 10 --inject 2:{rank}", 3, f"step 2: overflow {INJECTED}; scale 2^16 -> 2^15", WITH_SCHEDULE),
-    SPIKES: ("--every 70", 80, f"step 70: spike {INJECTED}", ONE),
+TOLD = {
+    DIGITS.name: (
+        "--inject 30:{rank}",
+        60,
+        f"step 30: overflow {SEEN} (injected); {SKIPPED}; scale 2^17 -> 2^16",
+        SAME,
+    ),
+    FSDP.name: ("--inject 15:{rank}", 20, f"step 15: overflow {INJECTED}; scale 2^17 -> 2^16", SAME),
+    RL.name: (
+        "--text-steps 10 --inject 2:{rank}",
+        3,
+        f"step 2: overflow {INJECTED}; scale 2^16 -> 2^15",
+        WITH_SCHEDULE,
+    ),
+    SPIKES.name: ("--every 70", 80, f"step 70: spike {INJECTED}", ONE),
 }
 
 
@@ -165,14 +168,12 @@ def check(text: list[str], folder: Path, program: Program, steps: int, skips: li
         assert (name, row["steps taken"], row["skipped"]) == (name, steps - skipped, skipped)
     if program in (DIGITS, FSDP):
         keeps_gradients(rows)
-    if program is SPIKES:
-        leaves_no_trace(rows)
     assert [path.name for path in folder.iterdir()] == [program.name.replace(".py", ".png")]
 
 
 def run_and_check(folder: Path, program: Program, size: int, rank: int, more: str, **options) -> str:
     """Run an example with a bad step on a rank, and assert what it shows; return its first line."""
-    arguments, steps, skip, last = TOLD[program]
+    arguments, steps, skip, last = TOLD[program.name]
     ranks = "rank 0" if size == 1 else f"ranks {' '.join(map(str, range(size)))}"
     text = printed(
         launch(program, folder, size, f"{arguments.format(rank=rank)} --steps {steps} {more}".rstrip(), **options)
@@ -273,27 +274,6 @@ def test_a_run_that_goes_wrong_ends_on_all_ranks_says_why_and_is_not_verified(
         # A launcher may have added something.
         (verdict,) = (line for line in lines(completed) if line.startswith("FAILED: "))
         assert said in verdict
-
-
-REFUSED = [
-    case(DIGITS, 2, "rank", "--inject=5:2", "a step from 1 to 600 and a rank from 0 to 1, got 5:2"),
-    case(FSDP, 2, "rank", "--inject=5:2", "a step from 1 to 200 and a rank from 0 to 1, got 5:2"),
-    case(DIGITS, 1, "folder", "--output missing/plot.png", "there is no folder missing"),
-    case(JAX, 1, "devices", "--devices 3", "must be one of [1, 2, 4, 8, 16], got 3"),
-    case(LIGHTNING, 1, "step", "--inject 241", "argument --inject: must be a step from 1 to 240, got 241"),
-]
-
-
-@pytest.mark.parametrize(("program", "size", "arguments", "message"), REFUSED)
-def test_bad_options_are_refused_once(tmp_path: Path, program: Program, size: int, arguments: str, message: str):
-    completed = launch(program, tmp_path, size, arguments)
-    is_torchrun = size > 1 and program.start is torch_command
-    # torchrun ends with 1, and with a traceback of its own.
-    assert completed.returncode == (1 if is_torchrun else 2)
-    assert completed.stderr.count(message) == 1, completed.stderr
-    assert is_torchrun or "Traceback" not in completed.stderr
-    assert completed.stdout == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 LIKE_ONE_RUN = "verified: weights, optimizer and scaler state of the resumed run are bit-identical to those of one run"
