@@ -14,7 +14,6 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -93,12 +92,7 @@ def calls(_folder: Path):
     tried = doctest.testmod(found)
     assert tried.failed == 0 < tried.attempted
     policy = presets.megatron(init_scale=8.0)
-    if IS_JAX:
-        optimizer = made(sgd, policy)
-    else:
-        from gradscale_torch import GradScaler
-
-        optimizer = made(sgd, GradScaler("cpu", policy=policy))
+    optimizer = made(sgd, policy if IS_JAX else torchs("cpu", policy=policy))
     weight = keras.Variable(np.zeros(1, np.float32))
     # The first overflow is tolerated, and the second one is not.
     for error, scale, stepped in ((1.0, 8.0, -1.0), (np.inf, 8.0, -1.0), (np.inf, 8.0, -1.0), (2.0, 4.0, -3.0)):
@@ -107,13 +101,12 @@ def calls(_folder: Path):
         optimizer.apply_gradients([(grads, weight)])
         assert (scaled, float(keras.ops.convert_to_numpy(weight.value)[0])) == (scale, stepped)
     config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
-    again = keras.saving.deserialize_keras_object(config)
-    kept, loaded = (one.policy if IS_JAX else one.scaler.state_dict()["policy"] for one in (optimizer, again))
+    load = keras.saving.deserialize_keras_object
+    kept, loaded = (one.policy if IS_JAX else one.scaler.state_dict()["policy"] for one in (optimizer, load(config)))
     assert repr(loaded) == repr(kept)
     bad, own = (json.loads(json.dumps(config)) for _ in range(2))
     saved = bad["config"]["policy" if IS_JAX else "scaler"]
     saved["growth_factor"] = saved["policy"]["growth_factor"] = "twice"
-    load = keras.saving.deserialize_keras_object
     raised(gradscale.StateDictError, lambda: load(bad), "'twice'")
     del own["config"]["policy" if IS_JAX else "scaler"]["policy"]
     if IS_JAX:
@@ -125,14 +118,8 @@ def calls(_folder: Path):
     raised(InvalidTypeError, lambda: made(keras.optimizers.SGD(1.0), 1024.0), said)
     said = "apply needs the variables, got none; call apply(grads, variables)"
     raised(InvalidValueError, lambda: optimizer.apply([grads]), said)
-    scaling = [around(keras.optimizers.SGD(1.0)) for around in (keras.optimizers.LossScaleOptimizer, made)]
-    for inner in ("adam", None, 3, keras.optimizers.SGD, config, *scaling):
-        told = (
-            "inner_optimizer must be an optimizer of Keras that does not scale",
-            f"got a {type(inner).__name__}: for a name call keras.optimizers.get(name)",
-            "an optimizer that scales already",
-            "would divide the gradients twice: pass the one inside",
-        )
+    told = "inner_optimizer must be an optimizer of Keras that does not scale", "an optimizer that scales already"
+    for inner in ("adam", keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))):
         raised(InvalidTypeError, lambda inner=inner: made(inner), *told)
     plain = in_any_order(lambda inner: inner)
     assert in_any_order(lambda inner: made(inner, StaticScale(1.0)) if IS_JAX else inner) == plain
@@ -147,14 +134,6 @@ def in_any_order(around):
         given = [keras.ops.convert_to_tensor(np.full(1, 8.0 * (k + 1), np.float32)) for k in chosen]
         optimizer.apply_gradients([(grad, pair[k]) for grad, k in zip(given, chosen, strict=True)])
     return [keras.ops.convert_to_numpy(one.value).tolist() for one in pair]
-
-
-def stepped(optimizer, dtype: str, grads: str, weight=None) -> float:
-    """Return a weight of a dtype, 1 at first, after a step of gradients of a dtype that are 0.5."""
-    weight = keras.Variable(np.ones(1), dtype=dtype) if weight is None else weight
-    scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(0.5))))
-    optimizer.apply_gradients([(keras.ops.convert_to_tensor(np.asarray([scaled], grads)), weight)])
-    return float(keras.ops.convert_to_numpy(weight.value)[0])
 
 
 def weights(folder: Path):
@@ -185,32 +164,32 @@ def weights(folder: Path):
     if IS_JAX:
         return
 
-    from gradscale_torch import GradScaler
-
     store: dict[str, Any] = {}
     model.optimizer.save_own_variables(store)
-    other = compiled(GradScaler("cpu", init_scale=8.0))
+    other = compiled(torchs("cpu", init_scale=8.0))
     other.optimizer.build(other.trainable_variables)
     # The scale is kept where the store has none.
     other.optimizer.load_own_variables({key: value for key, value in store.items() if key.isdigit()})
     assert scale_in(other.optimizer)[0] == 8.0
 
-    disabled = fitted(compiled(GradScaler("cpu", enabled=False)), [])
+    disabled = fitted(compiled(torchs("cpu", enabled=False)), [])
     disabled.save(folder / "disabled.keras")
     loaded = keras.models.load_model(folder / "disabled.keras")
     assert not loaded.optimizer.scaler.is_enabled()
     assert told(loaded) == told(disabled)
 
-    # As Keras's own optimizer does, which casts gradients to the dtype of the weight; and after Ctrl-C.
-    for pair in (("float32", "float16"), ("float16", "float16"), ("float16", "float32")):
-        assert stepped(found.ScaledOptimizer(keras.optimizers.SGD(0.5)), *pair) == 0.75
-    for part, call, kept in (("inner_optimizer", "apply", 0.75), ("scaler", "update", 0.5)):
-        optimizer, weight = found.ScaledOptimizer(keras.optimizers.SGD(0.5)), keras.Variable(np.ones(1))
-        owner, ends = getattr(optimizer, part), [KeyboardInterrupt, mock.DEFAULT]
-        interrupted = mock.patch.object(owner, call, side_effect=ends, wraps=getattr(owner, call))
-        with interrupted, contextlib.suppress(KeyboardInterrupt):
-            stepped(optimizer, "float32", "float16", weight)
-        assert stepped(optimizer, "float32", "float16", weight) == kept
+    # As Keras's own optimizer does, which casts gradients to the dtype of the weight.
+    for dtype, grads in (("float32", "float16"), ("float16", "float16"), ("float16", "float32")):
+        optimizer, weight = found.ScaledOptimizer(keras.optimizers.SGD(0.5)), keras.Variable(np.ones(1), dtype=dtype)
+        scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(0.5))))
+        optimizer.apply_gradients([(keras.ops.convert_to_tensor(np.asarray([scaled], grads)), weight)])
+        assert float(keras.ops.convert_to_numpy(weight.value)[0]) == 0.75
+
+
+def torchs(*arguments, **options):
+    from gradscale_torch import GradScaler
+
+    return GradScaler(*arguments, **options)
 
 
 IS_JAX = keras.config.backend() == "jax"
