@@ -43,24 +43,6 @@ def test_random_diagnoses_are_the_models_when_verdicts_are_read(monkeypatch: pyt
             diagnoses.check([diagnoses.diagnosed(None, seed, arrays)])
 
 
-def test_gradients_that_are_unscaled_after_a_skipped_fused_step_are_known_to_be():
-    run = named(GradScaler("cpu", init_scale=1024.0))
-
-    def give():
-        run.give(torch.tensor([math.inf, 4.0, 0.0]))
-
-    def step_and_look(optimizer):
-        run.scaler.step(optimizer)
-        run.scaler._check_inf_per_device(optimizer)
-
-    for call in (step_and_look, run.scaler.unscale_, run.scaler.step, lambda one: run.scaler.step(one, give)):
-        give()
-        call(run.optimizer)
-        assert largest(run) == WEIGHT
-        run.scaler.update()
-        assert largest(run) == WEIGHT
-
-
 @pytest.mark.filterwarnings("ignore:.*takes grad_scaler=.*:FutureWarning")
 def test_an_optimizer_that_asks_the_scaler_leaves_what_it_skips_scaled():
     class Asking(torch.optim.SGD):  # type: ignore[misc]

@@ -221,6 +221,20 @@ def test_a_run_that_differs_in_one_bit_is_found():
     assert bits(network()) != bits(other)
 
 
+def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss():
+    # accelerate loads a sharded optimizer's state by a step of it with gradients of zero, and has the scaler's tensors
+    # made before.
+    scaler, model = ours(), network()
+    scaler.load_state_dict(ours().state_dict() | {"scale": 32.0, "_growth_tracker": 1})
+    scaler._lazy_init_scale_growth_tracker(scaler._device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 2)
+
+
 class Judging(torch.optim.SGD):  # type: ignore[misc]
     """As NeMo's: it takes the scaler, unscales and judges by itself, and says so."""
 
