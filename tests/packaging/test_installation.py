@@ -94,44 +94,35 @@ import torch
 from torch.amp import GradScaler
 
 Losses = tuple[torch.Tensor, ...]
+Optimizer = torch.optim.Optimizer
 kind: type[torch.amp.GradScaler] = GradScaler
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: Losses, *args: Any) -> dict[str, Any]:
-    scaler = GradScaler("cpu", init_scale=2.0**14, growth_interval=100, enabled=True)
+def train(optimizer: Optimizer, losses: Losses, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    scaler = GradScaler(device="cpu", init_scale=2.0**14, growth_interval=100, enabled=True) if losses else None
+    if scaler is None or not scaler.is_enabled():
+        return
+    scaler.load_state_dict(state)
+    scaler.set_growth_factor(scaler.get_growth_factor())
+    scaler.set_growth_interval(scaler.get_growth_interval())
     scaled: torch.Tensor = scaler.scale(losses[0])
     torch.autograd.backward(scaled)
-    torch.autograd.grad(scaler.scale(losses[0]), list(model.parameters()), create_graph=True)
     torch.autograd.backward(scaler.scale(list(losses)))
     pair: Losses = scaler.scale((losses[0], losses[1]))
     several: Iterable[torch.Tensor] = scaler.scale(loss for loss in pair)
-    unscale: Callable[[torch.optim.Optimizer], None] = scaler.unscale_
+    unscale: Callable[[Optimizer], None] = scaler.unscale_
     unscale(optimizer)
     scaler.unscale_(optimizer)
     returned: float | None = scaler.step(optimizer, *args, closure=lambda: 0.0)
+    returned = scaler.step(optimizer, *args, **kwargs)
     before: float = scaler.get_scale()
     scaler.update()
     skipped: bool = scaler.get_scale() < before
     scaler.update(torch.stack([*several]).sum() / scaler.get_scale())
     scaler.update(new_scale=2.0**10)
-    print(returned or 0.0, skipped)
-    return scaler.state_dict()
-
-
-class Host:
-    scaler: GradScaler | None = None
-
-    def prepare(self, enabled: bool, state: dict[str, Any]) -> None:
-        self.scaler = GradScaler(device="cpu", enabled=enabled) if enabled else None
-        if self.scaler is not None and self.scaler.is_enabled():
-            self.scaler.load_state_dict(state)
-            self.scaler.set_growth_factor(self.scaler.get_growth_factor())
-            self.scaler.set_growth_interval(self.scaler.get_growth_interval())
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        return None if self.scaler is None else self.scaler.step(optimizer, *args, **kwargs)
+    saved: dict[str, Any] = scaler.state_dict()
+    print(returned or 0.0, skipped, saved)
 """
-
 
 NUMPYS = """
 from typing import Any, assert_type
@@ -159,24 +150,16 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def complaints(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return what mypy says of all programs, each in a file with its name: to read torch takes a minute."""
-    require("mypy")
-    folder = tmp_path_factory.mktemp("programs")
-    for name, program in PROGRAMS.items():
-        (folder / f"{name}.py").write_text(program)
-    files = [folder / f"{name}.py" for name in PROGRAMS]
-    completed = run(folder, sys.executable, "-m", "mypy", "--strict", "--config-file=", *files)
-    assert "checked 4 source files" in completed.stdout or completed.returncode == 0, completed.stdout
-    return completed.stdout
-
-
 @pytest.mark.torch
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_type_checkers_accept_a_program_of_torchs_class_and_what_methods_return(complaints: str, name: str):
-    assert [line for line in complaints.splitlines() if line.startswith(f"{name}.py")] == []
+def test_type_checkers_accept_a_program_of_torchs_class_and_what_methods_return(tmp_path: Path):
+    require("mypy")
+    # In one run: to read torch takes a minute.
+    for name, program in PROGRAMS.items():
+        (tmp_path / f"{name}.py").write_text(program)
+    files = [f"{name}.py" for name in PROGRAMS]
+    completed = run(tmp_path, sys.executable, "-m", "mypy", "--strict", "--config-file=", *files)
+    assert completed.returncode == 0, completed.stdout
 
 
 @pytest.mark.tier("all")
