@@ -1,6 +1,5 @@
 """A library that is missing is the same kind of message everywhere: what is missing, and the line that installs it."""
 
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -47,7 +46,6 @@ IMPORTS = [
     ("import gradscale_torch.plugins", "lightning", "gradscale_torch.plugins", "lightning"),
     ("import gradscale_jax", "jax", "gradscale_jax", "jax"),
     ("import gradscale_cupy", "cupy", "gradscale_cupy", "cupy"),
-    ("import gradscale_cupy.nccl", "cupy", "gradscale_cupy", "cupy"),
     ("import gradscale_nccl", "nccl", "gradscale_nccl", "nccl4py"),
     ("import gradscale_mlx", "mlx", "gradscale_mlx", "mlx"),
     ("import gradscale_numpy", "numpy", "gradscale_numpy", "numpy"),
@@ -55,7 +53,6 @@ IMPORTS = [
     ("import gradscale_numpy.fast", "numba", "gradscale_numpy.fast", "fast"),
     (OPTAX, "optax", "gradscale_jax.scaled", "optax"),
     (DRAW, "matplotlib", "gradscale.plot", "plot"),
-    ("import gradscale; gradscale.registry.get('torch')", "torch", "gradscale_torch", "torch"),
     ("import gradscale; gradscale.registry.get('cupy_backends')", "cupy", "gradscale_cupy", "cupy"),
 ]
 COMMANDS = [
@@ -81,30 +78,26 @@ METADATA = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())
 
 def message(user: str, library: str, extras: str, groups: str = "") -> str:
     got = f"No module named '{library}[.\\w]*'"
-    is_clone = groups or "GRADSCALE_TEST_INSTALLED" not in os.environ
-    source = "." if is_clone else "gradscale"
-    command = "python -m pip install " + (f"'{source}[{extras}]'" if extras else source)
-    command += {"cupy": " cupy-cuda12x", "nccl4py": " 'cuda-bindings==13.*' nvidia-nccl-cu13"}.get(extras, "")
-    command += "".join(f" --group {group}" for group in groups.split())
-    place = "from a clone of gradscale: " if is_clone else ""
-    return f"{re.escape(user)} needs {library}, got: {got}; {place}{re.escape(command)}"
+    return f"{re.escape(user)} needs {library}, got: {got}; {re.escape(remedy(extras, groups))}"
 
 
 def cases() -> list[object]:
     found = []
-    for number, (statement, library, user, extras) in enumerate(IMPORTS):
+    for statement, library, user, extras in IMPORTS:
         needed = {"gradscale_torch.plugins": "torch", "gradscale_jax.scaled": "jax"}.get(user, "numpy")
-        found.append(([statement], library, RAISED, message(user, library, extras), needed, number % 3 > 0))
+        found.append(([statement], library, RAISED, message(user, library, extras), needed))
     for command, libraries, user, extras in COMMANDS:
         for library in libraries.split():
-            found.append((command.split(), library, "gradscale: ", message(user, library, extras), "cli", False))
+            found.append((command.split(), library, "gradscale: ", message(user, library, extras), "cli"))
     for program, libraries, extras, groups in PROGRAMS:
         for library in libraries.split():
             said = message(f"examples/{program}", library, extras, groups)
-            found.append(([str(EXAMPLES / program)], library, "", said, "examples", True))
+            found.append(([str(EXAMPLES / program)], library, "", said, "examples"))
     return [
-        pytest.param(*case, id=f"{Path(case[0][0]).name[:60]}-{case[1]}", marks=[pytest.mark.tier("ranks")] * is_late)
-        for *case, is_late in found
+        pytest.param(
+            *case, id=f"{Path(case[0][0]).name[:60]}-{case[1]}", marks=[pytest.mark.tier("ranks")] * (k % 7 > 0)
+        )
+        for k, case in enumerate(found)
     ]
 
 
@@ -129,21 +122,29 @@ def test_every_example_is_among_them_and_every_extra_and_group_that_is_named_is_
     assert {group for *_, groups in PROGRAMS for group in groups.split()} <= {*METADATA["dependency-groups"]}
 
 
-@pytest.mark.parametrize(
-    ("beside", "said"),
-    [
-        ("pyproject.toml", "from a clone of gradscale: python -m pip install '.[torch]'"),
-        ("another.py", "python -m pip install 'gradscale[torch]'"),
-    ],
-    ids=["clone", "installed"],
-)
-def test_a_command_is_that_of_a_clone_only_in_a_clone(tmp_path: Path, beside: str, said: str):
+# Of some extras, and groups.
+REMEDIES = {
+    ("torch", ""): "python -m pip install '{}[torch]'",
+    ("cupy", ""): "python -m pip install '{}[cupy]' cupy-cuda12x",
+    ("nccl4py", ""): "python -m pip install '{}[nccl4py]' 'cuda-bindings==13.*' nvidia-nccl-cu13",
+    (
+        "optax",
+        "examples flax",
+    ): "from a clone of gradscale: python -m pip install '.[optax]' --group examples --group flax",
+    ("", "examples"): "from a clone of gradscale: python -m pip install . --group examples",
+}
+
+
+@pytest.mark.parametrize("is_clone", [True, False], ids=["clone", "installed"])
+def test_a_command_is_that_of_a_clone_only_in_a_clone(tmp_path: Path, is_clone: bool):
     (tmp_path / "gradscale").symlink_to(Path(gradscale.__file__).parent)
-    (tmp_path / beside).touch()
-    completed = python(
-        "-P", "-c", "from gradscale.extras import remedy; print(remedy('torch'))", PYTHONPATH=str(tmp_path)
-    )
-    assert completed.stdout == f"{said}\n", completed.stderr
+    (tmp_path / ("pyproject.toml" if is_clone else "another.py")).touch()
+    program = f"from gradscale.extras import remedy\nfor given in {[*REMEDIES]}: print(remedy(*given))"
+    completed = python("-P", "-c", program, PYTHONPATH=str(tmp_path))
+    begin, source = ("from a clone of gradscale: ", ".") if is_clone else ("", "gradscale")
+    assert completed.stdout.splitlines() == [
+        said if said.startswith("from") else begin + said.format(source) for said in REMEDIES.values()
+    ]
 
 
 OWN = ModuleNotFoundError("No module named 'gradscale_torch.nothing'", name="gradscale_torch.nothing")

@@ -47,32 +47,23 @@ def test_a_picture_is_drawn_where_it_is_asked_for_of_the_kinds_that_the_help_nam
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["CCX"], "'X' at position 3"),
         ([" "], "' ' is neither a file nor steps: a trace must hold at least one step"),
+        (["none.log"], "'none.log' is neither a file nor steps"),
+        (["CO" * 2000 + "X"], "'X' at position 4001"),
         (["--preset", "megatorn", "C"], "did you mean 'megatron'"),
-        (["--preset", "nosuch", "C"], "there are apex, "),
-        (["--preset", "torch:hysteresis=3", "C"], "hysteresis"),
         (["--preset", "torch:3", "C"], "has no setting 3"),
         (["--preset", "torch:init_scale=large", "C"], "init_scale must be"),
-        (["none.log"], "'none.log' is neither a file nor steps"),
         (["../other.jsonl"], "without a 'magnitude', in line 1 must be True or False, got None"),
-        (["CO" * 2000 + "X"], "'X' at position 4001"),
         (["C", "--plot", "none/x.png"], "the plot cannot be written, got 'none/x.png'"),
-        (["C", "--plot", "x.txt"], "must be a kind of file"),
-        (["../log.jsonl"], "line 2 of"),
     ],
 )
 def test_bad_input_is_one_clear_error(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     require("plot")
-    (tmp_path / "log.jsonl").write_text('{"skipped": true}\nnonsense\n')
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     code, output = run(*arguments)
-    assert code in (1, 2)
-    assert said in output
-    # Of a name that is like none there is no guess.
-    assert ("did you mean" in output) is ("megatorn" in arguments)
+    assert (code, said in output) == (1, True)
     assert not list(Path().iterdir())
 
 
@@ -90,12 +81,8 @@ RETRIED = {"scale": 2.0**20, "new_scale": 65536.0, "skipped": False, "retries": 
 SIXTEEN = "torch:init_scale=16"
 # The rows of a log, the preset, and how many steps there are, how many it skips, and to which scale it comes.
 LOGS: dict[str, tuple[list[dict[str, Any]], str, tuple[int, int, float]]] = {
-    "no more than skips": ([{"skipped": bad} for bad in (True, False, True)], SIXTEEN, (3, 2, 4.0)),
     "beyond every float": (scaled((HUGE, HUGE, True), (2.0, HUGE, True), (1.0, 0, False)), SIXTEEN, (3, 2, 4.0)),
-    # As on_skip= and diagnose="on_overflow" write them: the inf beside these finite magnitudes is what overflowed.
-    "skips whose magnitude fits": (scaled(*[(65536.0, 0.0625, True)] * 4), SIXTEEN, (4, 4, 1.0)),
     "skips whose magnitude does not fit": (scaled(*[(2.0**20, 0.0625, True)] * 4), SIXTEEN, (4, 0, 16.0)),
-    "a clean step between": (scaled(*[(65536.0, 0.0625, bad) for bad in (True, False, True)]), SIXTEEN, (3, 2, 4.0)),
     # A closure that was tried again fits at the scale that it came to.
     "retries": ([RETRIED], "torch:init_scale=1048576", (1, 1, 2.0**19)),
     "retries with magnitudes": ([RETRIED | {"magnitude": 0.5}], "torch:init_scale=1048576", (1, 1, 2.0**19)),

@@ -73,16 +73,22 @@ def test_a_fused_step_that_raises_leaves_no_attributes_behind(explicit: bool, pr
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
-def test_ctrl_c_anywhere_in_a_step_leaves_a_scaler_and_an_optimizer_that_can_be_called(optimizer: str):
+@pytest.mark.parametrize("name", ["step", "_check_inf_per_device"])
+def test_ctrl_c_anywhere_in_a_step_or_a_look_leaves_what_can_be_called(name: str, optimizer: str):
     def begin():
         run = Small(GradScaler("cpu", init_scale=4.0), optimizer)
         run.give(1.0)
-        return run, lambda: run.scaler.step(run.optimizer)
+        return run, lambda: getattr(run.scaler, name)(run.optimizer)
 
     for run in interrupted_anywhere("/gradscale_torch/", begin):
-        run.scaler.update(4.0)
-        before = run.parameter.tolist()
-        run.iterate(1.0)
+        if name == "step":
+            run.scaler.update(4.0)
+            before = run.parameter.tolist()
+            run.give(1.0)
+        else:
+            # Gradients stay as they are.
+            before = [0.0, 0.0]
+        run.step()
         assert run.parameter.tolist() == [value - 1.0 for value in before]
 
 

@@ -6,10 +6,8 @@ import collections
 import functools
 import math
 import random
-import re
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 from axes_torch import GradScaler, TorchScaler, torch
@@ -252,10 +250,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str, type[Exception] | None]
     "integers": ([INTEGERS], INTEGERS + 8, InvalidTypeError, r"floating or complex dtype.*got torch\.int32", None),
     "expanded": ([torch.zeros(3)], overlapping(), InvalidValueError, "overlaps itself", None),
     "sliding": ([torch.zeros(3, 2)], overlapping((3, 2), (1, 1)), InvalidValueError, "overlaps itself", None),
-    **{
-        name: ([bad], None, InvalidTypeError, rf"got {type(bad).__name__}: {re.escape(repr(bad))}", AssertionError)
-        for name, bad in (("text", "weights"), ("int", 3), ("none", None), ("named", ("name", 1.0)))
-    },
+    "text": (["weights"], None, InvalidTypeError, "got str: 'weights'", AssertionError),
 }
 
 
@@ -278,14 +273,6 @@ def test_what_cannot_be_unscaled_is_refused_before_anything_is_and_it_can_be_tri
             optimizer.param_groups[0]["params"].pop()
             call(optimizer)
             assert run.parameter.grad.tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("wrong", [*map(Holding, [None, 3, [3], [{}], [{"params": 3}]]), object()])
-def test_what_has_no_parameters_is_an_error_that_says_so(wrong):
-    _, run = pair()
-    run.put(1.0)
-    with pytest.raises(InvalidTypeError, match="param_groups"):
-        run.scaler.unscale_(wrong)
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
@@ -327,26 +314,18 @@ def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_deci
 
 
 @explicit
-@pytest.mark.parametrize("shared", ["parameter", "gradient", "gradient with duplicates"])
+@pytest.mark.parametrize("shared", ["parameter", "gradient"])
 def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(shared: str, explicit: bool):
-    makers: Any = [(TorchScaler, 1.0), (functools.partial(GradScaler, allow_fp16_grads=True), 4.0)]
-    has_duplicates = shared.endswith("duplicates")
-    for make, expected in makers[has_duplicates:]:
-        run = Small(make("cpu", init_scale=4.0), count=2, dtypes=["float16" if has_duplicates else "float32"])
+    for run, expected in zip(pair(count=2), (1.0, 4.0), strict=True):
         # At first they share nothing.
         run.put(16.0)
         run.step(explicit=explicit)
         given = torch.full((2,), 16.0)
-        if has_duplicates:
-            # Whose sum in float16 would overflow on its way.
-            values = torch.tensor([40000.0, 40000.0, -40000.0, -40000.0, 16.0, 16.0]).half()
-            given = torch.sparse_coo_tensor([[0] * 5 + [1]], values, (2,))
         run.put(given, given)
         if shared == "parameter":
             run.optimizer.param_groups[0]["params"][1] = run.parameter
         run.step(explicit=explicit)
-        stepped = run.optimizer.param_groups[0]["params"]
-        assert [one.grad.to_dense().tolist() for one in stepped] == [[expected] * 2] * 2
+        assert [one.grad.tolist() for one in run.optimizer.param_groups[0]["params"]] == [[expected] * 2] * 2
 
 
 @explicit
@@ -369,25 +348,6 @@ def test_duplicates_are_judged_by_their_sum(dtype: str, value: float, scale: flo
 # Steps that fail.
 
 
-def test_after_gradients_that_were_unscaled_in_part_no_step_is_made():
-    run = Small(GradScaler("cpu", init_scale=4.0), dtypes=["float64", "float32"])
-    # Gradients are looked at thoroughly when they are met first, before any is unscaled.
-    run.put(0.0, None)
-    run.step()
-    run.put(16.0, overlapping((2,)))
-    with pytest.raises(InvalidValueError, match="overlaps itself"):
-        run.scaler.unscale_(run.optimizer)
-    run.parameters[1].grad = torch.full((2,), 16.0)
-    # A look at the verdict makes none.
-    assert run.scaler._per_optimizer_states[id(run.optimizer)]["found_inf_per_device"] == {}
-    scaler = run.scaler
-    for call in (scaler.step, scaler.unscale_, scaler._check_inf_per_device, lambda _: scaler.update()):
-        with pytest.raises(CallOrderError, match="could not be unscaled completely"):
-            call(run.optimizer)
-    assert run.held == [[0.0, 0.0]] * 2
-    scaler.load_state_dict(scaler.state_dict())
-
-
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
 def test_a_step_that_fails_behind_the_optimizer_is_made_again_unless_a_kernel_has_divided(name: str):
     run = Small(GradScaler("cpu", init_scale=4.0), name)
@@ -402,21 +362,7 @@ def test_a_step_that_fails_behind_the_optimizer_is_made_again_unless_a_kernel_ha
     with pytest.raises(KeyboardInterrupt):
         run.scaler.step(run.optimizer)
     is_divided = name == "SGD-fused"
-    with pytest.raises(CallOrderError, match="could not be unscaled completely") if is_divided else nullcontext():
-        run.scaler.step(run.optimizer)
+    for call in (run.scaler._check_inf_per_device, run.scaler.step):
+        with pytest.raises(CallOrderError, match="could not be unscaled completely") if is_divided else nullcontext():
+            call(run.optimizer)
     assert run.held == [[-1.0 if is_divided else -2.0] * 2]
-
-
-@explicit
-def test_ctrl_c_in_a_look_at_gradients_changes_nothing(explicit: bool, monkeypatch: pytest.MonkeyPatch):
-    run = Small(GradScaler("cpu"))
-    run.give(1.0)
-    if explicit:
-        run.scaler.unscale_(run.optimizer)
-    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run.scaler._check_inf_per_device(run.optimizer)
-    monkeypatch.undo()
-    run.step()
-    assert run.held == [[-1.0, -1.0]]
