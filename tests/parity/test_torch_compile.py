@@ -71,13 +71,3 @@ def test_a_compiled_step_gives_what_an_eager_one_gives_and_breaks_no_graph_that_
     assert [each[:2] for each in seen] == [each[:2] for each in eager]
     # A compiled Adam computes its bias correction in another order.
     torch.testing.assert_close([each[2] for each in seen], [each[2] for each in eager], rtol=1e-4, atol=1e-5)
-
-
-def test_a_scaled_loss_in_a_compiled_function_is_the_eager_one():
-    scaler = GradScaler("cpu", init_scale=3.0)
-    function = torch.compile(lambda leaf: scaler.scale((leaf * leaf).sum()), backend="eager")
-    for value in (1.0, 2.0):
-        leaf = torch.tensor([value], requires_grad=True)
-        scaled = function(leaf)
-        scaled.backward()
-        assert (scaled.item(), leaf.grad.item()) == (3.0 * value**2, 6.0 * value)

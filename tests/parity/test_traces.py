@@ -20,15 +20,19 @@ from libraries import Library, opened
 
 from gradscale import presets
 
-# Pure functions, and many calls of them; see conftest.py.
-TRACED = LONG = True
-
 TRACES = json.loads(Path(__file__).with_name("policy_traces.json").read_text(encoding="utf-8"))
 SEQUENCES: dict[str, str] = TRACES["sequences"]
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = TRACES["implementations"]
 RECORDED: dict[str, dict[str, list[Any]]] = {
     name: variant["scale_after_each_step"] for name, variant in IMPLEMENTATIONS.items()
 }
+
+late = pytest.mark.tier("ranks")
+LIBRARIES = [
+    "numpy",
+    pytest.param("strict", marks=late),
+    pytest.param("jax-jit", marks=[pytest.mark.jax, pytest.mark.tier("all")]),
+]
 
 # The name and the settings of each variant's preset, by what it was recorded with ("params").
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,11 +57,6 @@ def trace(arrays: Library, rule, sequence: str):
         if step == "O" and at_min_scale is not None and arrays.item(at_min_scale):
             return [*got, "raised"]
         state = update(state, nonfinite=arrays.asarray(int(step == "O"), "int32"))
-        if arrays.name == "dask":
-            import dask
-
-            # Its plan would otherwise hold all the steps before.
-            state = type(state)(*map(arrays.asarray, dask.compute(*state), ("float32", *["int32"] * 3)))
         got.append(arrays.item(state.scale))
     return got
 
@@ -74,14 +73,16 @@ def test_no_variant_is_left_out():
     assert {system for system, _ in PRESETS.values()} == set(presets.names()) - {"torch"}
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_scale_is_the_originals_after_each_step(arrays: Library, name: str):
+def test_the_scale_is_the_originals_after_each_step(library: str, name: str):
     system, settings = PRESETS[name]
     rule = presets.named(system, **settings)
-    for sequence, steps in SEQUENCES.items():
-        expected = nearest(RECORDED[name][sequence])
-        assert len(expected) == len(steps) or expected[-1] == "raised"
-        assert trace(arrays, rule, steps) == expected, sequence
+    with opened(library) as arrays:
+        for sequence, steps in SEQUENCES.items():
+            expected = nearest(RECORDED[name][sequence])
+            assert len(expected) == len(steps) or expected[-1] == "raised"
+            assert trace(arrays, rule, steps) == expected, sequence
 
 
 PLAIN: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 4}
