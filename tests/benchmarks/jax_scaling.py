@@ -28,7 +28,6 @@ _LINES = (
     ("donated / flax's into new arrays", "ours, donated", "flax", 0.4),
     ("donated / jmp's donated", "ours, donated", "jmp, donated", 0.4),
     ("donated / jmp's into new arrays", "ours, donated", "jmp", 0.4),
-    ("donated / a bare multiplication, donated", "ours, donated", "multiplication, donated", None),
 )
 
 

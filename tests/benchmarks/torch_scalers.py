@@ -5,13 +5,11 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-import gradscale
 import gradscale_torch
 from benchmarks.measure import STEADY, Idle, Row, by_the_clock, compared, interleaved
 
@@ -19,13 +17,13 @@ _SMALL, _LARGE = (300, 10), (30, 1 << 20)
 _WORKER_LIMIT = 300.0  # seconds
 
 
-def idle(*shapes: tuple[int, int], dtype: torch.dtype = torch.float32) -> Idle:
+def idle(*shapes: tuple[int, int]) -> Idle:
     """Return an optimizer with so many gradients of so many elements."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for count, size in shapes for _ in range(count)]
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for count, size in shapes for _ in range(count)]
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
     return Idle(parameters=parameters)
 
 
@@ -43,30 +41,9 @@ def unscaling(quick: bool) -> list[Row]:
         calls: Any = {
             name: (partial(scaler.unscale_, idle(shape)), scaler.update) for name, scaler in _scalers().items()
         }
-        case = f"torch unscale_, {_readable('float32', shape)}, {{}} / torch's"
+        case = f"torch unscale_, {_readable(shape)}, {{}} / torch's"
         rows += compared(case, calls, rounds // (5 if quick else 1), target)
     return rows
-
-
-def without_kernel(quick: bool) -> list[Row]:
-    """Time ``unscale_`` of bfloat16 where torch has no kernel for it, against a dozen operations for each gradient."""
-    optimizer: Any = idle(_SMALL, dtype=torch.bfloat16)
-    gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
-    flag, one = torch.zeros(()), torch.ones(())
-
-    def one_by_one():
-        for gradient in gradients:
-            gradient.copy_(gradient.float() * one)
-            flag.copy_(torch.where(torch.isfinite(gradient.float()).all(), flag, torch.ones_like(flag)))
-
-    calls: Any = {"peer": one_by_one}
-    for name, scale in (("scale 1", 1.0), ("scale above 1", 1.0 + 2.0**-23)):
-        scaler = gradscale_torch.GradScaler("cpu", policy=gradscale.StaticScale(scale))
-        scaler.scale(torch.ones(()))
-        calls[name] = partial(scaler.unscale_, optimizer), scaler.update
-    case = f"torch unscale_, {_readable('bfloat16', _SMALL)} without a kernel, {{}} / one by one"
-    with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", side_effect=NotImplementedError):
-        return compared(case, calls, 50 if quick else 201, 0.5)
 
 
 def _clipping(scaler: Any, is_ours: bool, shapes: list[tuple[int, int]]):
@@ -96,7 +73,7 @@ def clipping(quick: bool) -> list[Row]:
     # Of large ones, one read and one read and write take 0.65 of what torch does.
     for shapes, rounds, target in (([_SMALL], 501, 0.6), ([_SMALL, _LARGE], 41, 0.7)):
         calls = {name: _clipping(scaler, name == "ours", shapes) for name, scaler in _scalers().items()}
-        case = f"torch unscale_(max_norm=), {_readable('', *shapes)}, {{}} / unscale_, clip_grad_norm_"
+        case = f"torch unscale_(max_norm=), {_readable(*shapes)}, {{}} / unscale_, clip_grad_norm_"
         rows += compared(case, calls, rounds // (5 if quick else 1), target)
     return rows
 
@@ -136,7 +113,6 @@ def _time_rank(folder: str, rounds: int, ranks: int, rank: int) -> dict[str, flo
     return times
 
 
-def _readable(dtype: str, *shapes: tuple[int, int]) -> str:
+def _readable(*shapes: tuple[int, int]) -> str:
     sizes = [f"{size >> 20} Mi elements" if size >= 1 << 20 else f"{size} elements" for _, size in shapes]
-    what = f"{dtype} gradients of" if dtype else "of"
-    return " and ".join(f"{count} {what} {size}" for (count, _), size in zip(shapes, sizes, strict=True))
+    return " and ".join(f"{count} gradients of {size}" for (count, _), size in zip(shapes, sizes, strict=True))

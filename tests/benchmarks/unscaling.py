@@ -1,6 +1,7 @@
 """Unscaling NumPy gradients, without numba and with it, against NumPy's and torch's own ways."""
 
 import importlib.util
+import itertools
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -8,7 +9,7 @@ from unittest import mock
 import numpy as np
 
 import gradscale
-from benchmarks.measure import Calls, Idle, Row, compared
+from benchmarks.measure import Idle, Row, compared
 from gradscale_numpy import NumpyBackend
 
 _FACTOR = np.float32(1)
@@ -54,16 +55,12 @@ def master_gradients(quick: bool) -> list[Row]:
         with mock.patch.object(gradscale.registry, "backend_for", return_value=backend):
             return gradscale.unscale([gradient], state, **options)
 
+    calls: dict[str, Any] = {"peer": peer}
+    targets = {}
     options: dict[str, Any] = {"new arrays": {"dtype": np.float32}, "out=masters": {"out": [masters]}}
-    targets = {
-        f"gradscale.unscale, {into}, {name}": 0.12 if "with numba" in name else 0.55
-        for name in _backends()
-        for into in options
-    }
-    calls: Calls = {"peer": peer} | {
-        f"gradscale.unscale, {into}, {name}": partial(unscale, backend, **given)
-        for name, backend in _backends().items()
-        for into, given in options.items()
-    }
+    for (name, backend), (into, given) in itertools.product(_backends().items(), options.items()):
+        case = f"gradscale.unscale, {into}, {name}"
+        calls[case] = partial(unscale, backend, **given)
+        targets[case] = 0.12 if name == "with numba" else 0.55
     case = f"{size >> 20} Mi float16 to float32, {{}} / astype, multiply, isfinite"
     return compared(case, calls, 11 if quick else 31, targets)
