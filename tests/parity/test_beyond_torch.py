@@ -13,7 +13,6 @@ from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
 from interrupts import interrupted_anywhere
 from small_torch import Small, assert_same
 from tiers import later
-from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -56,20 +55,6 @@ def test_a_run_as_long_as_a_new_interval_never_grows_at_torchs_and_at_once_at_ou
 
 
 # Interrupted and failed steps.
-
-
-@late_or_not
-@pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("preset", [False, True], ids=["none-before", "preset"])
-@explicit
-def test_a_fused_step_that_raises_leaves_no_attributes_behind(explicit: bool, preset: bool):
-    run = Small(GradScaler("cpu"), "SGD-fused")
-    run.optimizer.step = lambda: 1 // 0
-    if preset:
-        run.optimizer.grad_scale = torch.tensor(3.0)
-    with pytest.raises(ZeroDivisionError):
-        run.iterate(1.0, explicit=explicit)
-    assert not {"grad_scale", "found_inf"} & set(vars(run.optimizer))
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
@@ -137,21 +122,12 @@ def test_after_a_first_fused_step_that_was_skipped_the_next_one_is_the_first(set
 
 
 @pytest.mark.usefixtures("late")
-def test_a_policy_that_raises_at_its_minimum_is_read_at_once_and_an_update_after_the_step_if_somebody_wants_it():
+def test_a_policy_that_raises_at_its_minimum_is_read_at_once():
     policy = DynamicScale(init_scale=2.0, min_scale=2.0, at_min="raise")
     run = Small(GradScaler("cpu", policy=policy), "SGD-fused")
     with pytest.raises(gradscale.ScaleUnderflowError, match=r"minimum, 2\.0"):
         run.iterate(math.nan)
     assert run.held == [[0.0, 0.0]]
-    run = Small(GradScaler("cpu"), "SGD-fused")
-    updates: list[Any] = []
-    run.give(math.inf)
-    run.scaler.step(run.optimizer)
-    run.scaler.on_update = updates.append
-    run.scaler.update()
-    [update] = updates
-    assert (update.skipped, update.scale, update.new_scale) == (True, 65536.0, 32768.0)
-    assert update.steps == (run.report,)
 
 
 @pytest.mark.usefixtures("late")
@@ -231,9 +207,9 @@ def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(nam
 
 
 @pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
-def test_a_scaler_without_a_group_goes_on_in_a_second_world_and_refuses_over_its_mesh(kind):
+def test_a_scaler_without_a_group_goes_on_in_a_second_world(kind):
     scaler = kind("cpu", init_scale=4.0)
-    for is_second in (False, True):
+    for _ in range(2):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         try:
             world = torch.distributed.group.WORLD
@@ -241,16 +217,6 @@ def test_a_scaler_without_a_group_goes_on_in_a_second_world_and_refuses_over_its
             optimizer = torch.optim.SGD([parameter], lr=0.5)
             scaler.scale(parameter.sum().full_tensor()).backward()
             before = world._get_sequence_number_for_group()
-            if is_second:
-                # No message would tell the other ranks of it.
-                scaler.refuse(optimizer)
-                state = scaler._per_optimizer_states[id(optimizer)]
-                state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.zeros(1)}
-                with pytest.raises(CallOrderError, match="let the framework's own flags skip the step"):
-                    scaler.step(optimizer)
-                scaler.load_state_dict(scaler.state_dict())
-                optimizer.zero_grad()
-                scaler.scale(parameter.sum().full_tensor()).backward()
             scaler.step(optimizer)
             # A group of the world before would answer, too.
             assert world._get_sequence_number_for_group() > before

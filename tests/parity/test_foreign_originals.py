@@ -24,7 +24,7 @@ from gradscale import GradScaler, ScaleUnderflowError
 from gradscale.tools.foreign import ForeignState, load_foreign_state
 
 # Before Keras is imported; its default is TensorFlow.
-os.environ.setdefault("KERAS_BACKEND", "numpy")
+os.environ["KERAS_BACKEND"] = "numpy"
 
 TRACES = json.loads(Path(__file__).with_name("policy_traces.json").read_text(encoding="utf-8"))
 SEQUENCES: dict[str, str] = TRACES["sequences"]
@@ -70,7 +70,7 @@ class Flax:
 
 
 class Keras:
-    """Keras' LossScaleOptimizer, on whichever of its backends is in use."""
+    """Keras' LossScaleOptimizer, on NumPy."""
 
     def __init__(self, scale: float, interval: int):
         self.keras = require("keras")
@@ -81,12 +81,7 @@ class Keras:
 
     def step(self, overflows: bool) -> float:
         value = np.asarray([np.inf if overflows else 1.0], np.float32)
-        # With jax, apply() works inside a compiled step alone.
-        variables = [variable.value for variable in self.optimizer.variables]
-        gradients = [self.keras.ops.convert_to_tensor(value)]
-        _, changed = self.optimizer.stateless_apply(variables, gradients, [self.variable.value])
-        for variable, new in zip(self.optimizer.variables, changed, strict=True):
-            variable.assign(new)
+        self.optimizer.apply([self.keras.ops.convert_to_tensor(value)], [self.variable])
         return float(self.optimizer.dynamic_scale)
 
     def saved(self, road: str):

@@ -291,26 +291,20 @@ def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording:
     assert weight.grad.grad_fn is before
 
 
-@pytest.mark.parametrize("options", [None, {}, {"max_norm": 1.0}], ids=["step", "unscale-step", "clip-step"])
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}], ids=["step", "clip-step"])
 @pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
 def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_decides(variant: str, options):
-    disabled = Small(GradScaler("cpu", enabled=False), variant)
-    assert disabled.scaler.unscale_(disabled.optimizer, max_norm=1.0).item() == 0.0
     # torch's steps a fused one.
     scaler = GradScaler("cpu", init_scale=4.0)
     empty, full = (Small(scaler, variant, size=1) for _ in range(2))
     full.put(math.inf)
-    if options is not None:
-        norm = scaler.unscale_(empty.optimizer, **options)
-        assert norm is None if not options else norm.item() == 0.0
+    if options:
+        assert scaler.unscale_(empty.optimizer, **options).item() == 0.0
     with pytest.raises(CallOrderError, match="none of whose parameters has a gradient"):
         scaler.step(empty.optimizer)
     full.step()
     assert scaler.get_scale() == 2.0
     assert [run.report.reason for run in (empty, full)] == ["no gradients", "overflow"]
-    assert not hasattr(empty.optimizer, "found_inf")
-    empty.iterate(1.0)
-    assert empty.held == [[-1.0]]
 
 
 @explicit
@@ -359,10 +353,13 @@ def test_a_step_that_fails_behind_the_optimizer_is_made_again_unless_a_kernel_ha
 
     run.optimizer.register_step_post_hook(hook)
     run.give(1.0)
+    is_divided = name == "SGD-fused"
+    if is_divided:
+        run.optimizer.grad_scale = torch.tensor(2.0)
     with pytest.raises(KeyboardInterrupt):
         run.scaler.step(run.optimizer)
-    is_divided = name == "SGD-fused"
+    assert not {"grad_scale", "found_inf"} & set(vars(run.optimizer))
     for call in (run.scaler._check_inf_per_device, run.scaler.step):
         with pytest.raises(CallOrderError, match="could not be unscaled completely") if is_divided else nullcontext():
             call(run.optimizer)
-    assert run.held == [[-1.0 if is_divided else -2.0] * 2]
+    assert run.held == [[-0.5 if is_divided else -2.0] * 2]

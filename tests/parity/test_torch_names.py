@@ -218,11 +218,10 @@ def test_torchs_functions_are_found_when_its_names_are_replaced(pair: Pair, monk
 
 
 class Lookalike:
-    """As torch's own tests have one, whose work can do nothing but wait; other ranks may find an infinity."""
+    """As torch's own tests have one, whose work can do nothing but wait; another rank finds an infinity."""
 
-    def __init__(self, finds: bool = False):
+    def __init__(self):
         self.calls: list[Any] = []
-        self._finds = finds
 
     def rank(self) -> int:
         return 0
@@ -232,21 +231,19 @@ class Lookalike:
 
     def allreduce(self, tensors: list[Any], options):
         self.calls.append((tensors[0].dtype, options.reduceOp))
-        tensors[0][0].clamp_(min=int(self._finds))
+        tensors[0][0].clamp_(min=1)
         return SimpleNamespace(wait=lambda: None)
 
 
 @pytest.mark.parametrize("wrap", [lambda group: group, lambda group: [group]], ids=["bare", "listed"])
-@pytest.mark.parametrize("finds", [False, True])
-def test_any_object_with_rank_size_and_allreduce_is_a_process_group(finds: bool, wrap: Callable[[Any], Any]):
-    group = Lookalike(finds)
+def test_any_object_with_rank_size_and_allreduce_is_a_process_group(wrap: Callable[[Any], Any]):
+    group = Lookalike()
     run = Small(gradscale_torch.ShardedGradScaler("cpu", init_scale=4.0, process_group=wrap(group)))
     run.put(8.0)
     assert run.step() is None
     # And the greeting that goes over a group once.
     assert group.calls == [(torch.int32, torch.distributed.ReduceOp.MAX)] * 2
-    expected = ([[0.0, 0.0]], 2.0, True) if finds else ([[-2.0, -2.0]], 4.0, False)
-    assert (run.held, run.scaler.get_scale(), run.report.skipped) == expected
+    assert (run.held, run.scaler.get_scale(), run.report.skipped) == ([[0.0, 0.0]], 2.0, True)
 
 
 @pytest.mark.usefixtures("group")
@@ -260,28 +257,15 @@ def test_a_lookalike_of_torchs_tests_is_a_group_and_a_backend_of_a_group_is_none
 
 # Slips.
 
-# What is called with either of torch's replacements, or gradscale's own, and what is said.
-SLIPS: list[tuple[Callable[[Any], Any], str]] = [
+
+def test_habits_name_what_to_write(pair: Pair):
     # The first argument of torch.cuda.amp's.
-    (lambda make: make(2.0**14), r"write init_scale=16384\.0"),
-    (lambda make: make(16384), "write init_scale=16384"),
-    (lambda make: make("cpu", growth_intervall=100), "did you mean 'growth_interval'"),
-    (lambda make: make("cpu").unscale_(None, 1.0), r"such as max_norm=, got \(1\.0,\)"),
-    (lambda make: make("cpu").scale("text"), "text"),
-]
-OWN_SLIPS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: GradScaler("cuda"), r"init_scale=, got \('cuda',\).*gradscale_torch\.GradScaler"),  # type: ignore[arg-type]
-    (lambda: GradScaler(device=None), r"unexpected keyword arguments.*gradscale_torch\.GradScaler"),  # type: ignore[call-arg]
-    (lambda: GradScaler(devise=None), "unexpected keyword arguments((?!gradscale_torch).)*$"),  # type: ignore[call-arg]
-]
-
-
-@pytest.mark.parametrize("name", ["GradScaler", "ShardedGradScaler", ""])
-def test_habits_and_slips_name_what_to_write(name: str):
-    make = getattr(gradscale_torch, name) if name else None
-    for call, match in [(functools.partial(call, make), match) for call, match in SLIPS] if name else OWN_SLIPS:
-        with pytest.raises((InvalidTypeError, InvalidValueError), match=match):
-            call()
+    with pytest.raises(GradscaleError, match=r"write init_scale=16384\.0"):
+        pair[0](2.0**14)
+    with pytest.raises(GradscaleError, match=r"such as max_norm=, got \(1\.0,\)"):
+        pair[0]("cpu").unscale_(None, 1.0)
+    with pytest.raises(GradscaleError, match=r"init_scale=, got \('cuda',\).*gradscale_torch\.GradScaler"):
+        GradScaler("cuda")  # type: ignore[arg-type]
 
 
 def test_a_misspelt_preset_names_the_nearest_one():

@@ -36,8 +36,6 @@ CPU = torch.device("cpu")
 MAKERS: list[Callable[..., Any]] = [functools.partial(make, "cpu") for make in (GradScaler, TorchScaler)]
 # The fused Adagrad of torch 2.6 raises an error with torch's scaler.
 FUSED = ["SGD-fused", "Adam-fused", *([] if is_torch_2_6() else ["Adagrad-fused"])]
-# How optimizers judge that are passed the scaler, as those of apex, Transformer Engine and NeMo.
-JUDGES = ["asks", "unscales", "tells", "tells by device"]
 
 
 class Losses(list):  # type: ignore[type-arg]
@@ -49,7 +47,6 @@ OTHER = torch.tensor(-2.0)
 CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda loss: loss,
     "list": lambda loss: [loss, OTHER],
-    "tuple": lambda loss: (loss, OTHER),
     "nested": lambda loss: [(loss,), OTHER, []],
     "user's": lambda loss: Losses([loss, OTHER]),
     "empty": lambda _: (),
@@ -62,19 +59,13 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "function": lambda _: print,
     "number inside": lambda loss: [loss, 3],
 }
-# How a script lets an optimizer begin its turn again, and how it keeps a state.
+# How a script lets an optimizer begin its turn again.
 ANEW: dict[str, Callable[[Any, int], Any]] = {
     "pop": lambda states, key: states.pop(key, None),
     "del": lambda states, key: states.__delitem__(key),
     "clear": lambda states, _: states.clear(),
     "fresh": lambda states, key: states.update({key: _refresh_per_optimizer_state()}),
 }
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "method": lambda states: states.copy(),
-}
-
 Call = tuple[str, *tuple[Any, ...]]
 Choices = dict[str, list[Sequence[Any]]]
 BOTH, FLAGS, BAD = [True, False], [0.0, 1.0], [None] * 5 + [math.inf, -math.inf, math.nan]
@@ -85,7 +76,7 @@ OF_ONE: Choices = {
     "train": [BAD, [False, False, True]],
     "zero_grad": [BOTH],
     "spoil": [[math.inf, math.nan, 7.0]],
-    **{name: [] for name in ("unscale_", "step", "step_alone", "step_closure", "clip", "without", "preset")},
+    **{name: [] for name in ("unscale_", "step", "step_alone", "clip", "without")},
     **{name: [] for name in ("_check_inf_per_device", "_found_inf_per_device")},
 }
 OF_ALL: Choices = {
@@ -95,7 +86,6 @@ OF_ALL: Choices = {
         [(), (1,), (2, 3), (0,)],
     ],
     "new_scale": [[512.0, 3000.1, 8.0], ["float", "float32", "float64"]],
-    "copied": [["pickle", "deepcopy"]],
     "exchange": [["state_dict", "pickle"], BOTH, BOTH],
     "load": [["saved", "incomplete", "empty"]],
     "set_growth_factor": [[2.0, 4.0]],
@@ -103,7 +93,7 @@ OF_ALL: Choices = {
     "set_growth_interval": [[1, 2, 3, 4]],
     "put_scale": SCALES,
     # Attributes of torch's, which need a scaler that has no tensors yet, or serve any.
-    "assign": [[("_init_scale", 8.0), ("_init_growth_tracker", 1), ("_growth_factor", 4.0), ("_backoff_factor", 0.25)]],
+    "assign": [[("_init_scale", 8.0), ("_growth_factor", 4.0), ("_backoff_factor", 0.25)]],
     **{name: [] for name in ("consume", "update", "get_scale", "state_dict", "make_state")},
 }
 OFTEN = ["scale", "scale", "consume", "train", "train", "unscale_", "step", "step", "update", "update"]
@@ -112,7 +102,7 @@ TOUCHES: Choices = {
     "write": [FLAGS, [()], BOTH],
     "overrule": [FLAGS],
     "begin_anew": [[*ANEW]],
-    "put_back": [[*COPIES], BOTH],
+    "put_back": [["copy", "deepcopy"], BOTH],
     **{name: [] for name in ("refill", "look", "replace_states")},
 }
 
@@ -155,43 +145,34 @@ class Chance:
         dtypes = self._several(["float32"] * 14 + ["float64", "bfloat16", "float16"])
         return Plan(settings, is_enabled, kinds, dtypes, self._calls(), draw() < 0.2)
 
-    def loops(self, judges: bool = False) -> Plan:
-        """Return a program without mistakes, as torch's ShardedGradScaler takes it.
-
-        It neither unscales for fused optimizers nor can it be pickled.
-        """
-        choice = self._random.choice
-        is_fused = self._random.random() < 0.3
-        kinds = self._several(FUSED if is_fused else ["SGD-sparse", "Adam-foreach"])
-        left_out = {"_check_inf_per_device", "pickle", *["unscale_"] * is_fused}
-        calls = [call for _ in range(6) for call in (self._drawn("scale"), ("consume",), *self._iteration())]
-        kept = [call for call in calls if left_out.isdisjoint(call) and not {*WRONG} & {*call[1:2]}]
-        settings = {"init_scale": choice([2.0**12, 3000.125]), "growth_interval": 2}
-        settings |= {"growth_factor": choice([2.0, 1.1]), "backoff_factor": choice([0.5, 0.9])}
-        kinds = self._several([f"SGD-{way}" for way in JUDGES]) if judges else kinds
-        return Plan(settings, True, kinds, ["float32"] * len(kinds), kept)
-
     def scripts(self, *shape: int) -> Plan:
         """Return a loop of a script that looks at what a scaler keeps of optimizers, and writes to it.
 
         As apex does, which judges by itself, mosaicml, which unscales twice, and hivemind, which steps later. torch's
         flags are of this shape.
         """
+        choice = self._random.choice
         # torch's cannot add flags of several shapes.
-        touches: Choices = TOUCHES | {"write": [FLAGS, [(), (1,)] if len(self._optimizers) == 1 else [shape], BOTH]}
+        touches = TOUCHES | {"write": [FLAGS, [(), (1,)] if len(self._optimizers) == 1 else [shape], BOTH]}
         calls: list[Call] = []
         for _ in range(5):
-            calls += [("train", optimizer, self._random.choice(BAD)) for optimizer in self._optimizers]
+            calls += [("train", optimizer, choice(BAD)) for optimizer in self._optimizers]
             for optimizer in self._optimizers:
                 calls += [("unscale_", optimizer)] * (self._random.random() < 0.5)
                 for _ in range(self._random.randint(0, 2)):
-                    name = self._random.choice([*touches, "put_scale"])
+                    name = choice([*touches, "put_scale", "scale", "set_growth_factor"])
                     calls.append(self._drawn(name, optimizer, touches | OF_ALL))
             calls += [("step", optimizer) for optimizer in self._optimizers]
             calls += [("update",), *(("zero_grad", optimizer, True) for optimizer in self._optimizers)]
         # Fused kernels of torch's take flags without a dimension alone.
         kinds = self._several(["SGD", "AdamW-foreach", *(FUSED if not shape and len(self._optimizers) > 1 else [])])
-        return Plan({"init_scale": 2.0**10, "growth_interval": 2}, True, kinds, ["float32"] * len(kinds), calls)
+        settings = {
+            "init_scale": choice([2.0**12, 3000.125]),
+            "growth_interval": 2,
+            "growth_factor": choice([2.0, 1.1]),
+        }
+        calls = [call for call in calls if call[0] != "scale" or call[1] in CONTAINERS]
+        return Plan(settings, True, kinds, ["float32"] * len(kinds), calls)
 
     def _drawn(self, name: str, optimizer: int | None = None, choices: Choices = OF_ONE | OF_ALL) -> Call:
         arguments = [self._random.choice(each) for each in choices[name]]
@@ -222,7 +203,7 @@ class Chance:
             # Some accumulate.
             yield from [("train", optimizer, self._random.choice(BAD))] * (1 if draw() < 0.8 else 2)
         look = "_check_inf_per_device"
-        between = [("regroup", 0.05), (look, 0.15), ("preset", 0.05), ("unscale_", 0.35), (look, 0.1), ("clip", 0.3)]
+        between = [("regroup", 0.05), (look, 0.15), ("unscale_", 0.35), (look, 0.1), ("clip", 0.3)]
         for optimizer in chosen:
             yield from [self._drawn(name, optimizer) for name, share in between if draw() < share]
         yield from [("step", optimizer) for optimizer in chosen if draw() < 0.9]
@@ -232,33 +213,7 @@ class Chance:
             yield "exchange", self._random.choice(["state_dict", "pickle"]), draw() < 0.5, True
 
 
-def judged(optimizer, scaler, way: str):
-    """Unscale the gradients, and return whether they are bad, as an optimizer does that is passed the scaler."""
-    state = scaler._per_optimizer_states[id(optimizer)]
-    is_ready = state["stage"] is OptState.READY
-    if way == "unscales":
-        if is_ready:
-            scaler.unscale_(optimizer)
-        assert state["stage"] is OptState.UNSCALED
-        return scaler._found_inf_per_device(optimizer)[CPU]
-    if way == "asks":
-        found = (scaler._check_inf_per_device if is_ready else scaler._found_inf_per_device)(optimizer)
-        assert all(flag is state["found_inf_per_device"][device] for device, flag in found.items())
-    gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-    if is_ready:
-        for gradient in gradients:
-            gradient.mul_(scaler._get_scale_async().double().reciprocal().float())
-    if way == "asks":
-        return found[CPU]
-    is_bad = torch.logical_not(torch.isfinite(torch.nn.utils.get_total_norm(gradients))).float()
-    if way == "tells":
-        state["found_inf_per_device"] = {CPU: is_bad}
-    else:
-        state["found_inf_per_device"][CPU] = is_bad
-    return is_bad
-
-
-def optimizer_class(base, variant: str):
+def counting(base):
     """Return a class of optimizers that tell what they were given."""
 
     class Counting(base):  # type: ignore[misc]
@@ -266,41 +221,30 @@ def optimizer_class(base, variant: str):
 
         calls = 0
 
-        def step(self, closure=None):
-            super().step(closure)
+        def step(self):
+            super().step()
             self.calls += 1
             given = [getattr(self, name, None) for name in ("grad_scale", "found_inf")]
             told = [None if one is None else one.clone() for one in given]
             for one in given:
                 if one is not None:
                     one.fill_(7.0)
-            return [self.calls, *told, None if closure is None else closure()]
+            return [self.calls, *told]
 
-    class Asking(base):  # type: ignore[misc]
-        _step_supports_amp_scaling = True
-
-        def step(self, closure=None, *, grad_scaler=None):
-            if grad_scaler is not None and judged(self, grad_scaler, variant).item():
-                return "skipped"
-            super().step(closure)
-            return "stepped"
-
-    return Asking if variant in JUDGES else Counting
+    return Counting
 
 
 class Side:
     """A scaler, with a model of two or three parameters for each optimizer; and the other side, once there is one."""
 
     other: Side
+    before: dict[str, Any]
 
     def __init__(self, make: Callable[..., Any], plan: Plan):
         self._make = functools.partial(make, enabled=plan.enabled)
         self.scaler = self._make(**plan.settings)
         self._generator = torch.Generator().manual_seed(1)
-        self._saved, self._told = SAVED, []
-        if isinstance(self.scaler, gradscale.GradScaler):
-            self.scaler.on_update = self._told.append
-        self._later, self._tensors = iter(()), (None, None)
+        self._saved, self._later, self._tensors = SAVED, iter(()), (None, None)
         self._sparse = [kind.endswith("sparse") for kind in plan.kinds]
         shapes = [(3, 2), (2, 2), *[(0,)] * plan.has_empty]
         self.models = [
@@ -313,7 +257,7 @@ class Side:
         name, _, variant = kind.partition("-")
         options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
         options |= {variant: True} if variant in ("fused", "foreach") else {"foreach": False}
-        optimizer = optimizer_class(getattr(torch.optim, name), variant)(model, lr=0.05, **options)
+        optimizer = counting(getattr(torch.optim, name))(model, lr=0.05, **options)
         if kind == "SGD-fused":
             # When the first step is skipped in its kernel, its momentum stays uninitialised memory.
             for parameter in model:
@@ -378,25 +322,11 @@ class Side:
             self.models[index][1].grad[0, 1] = bad
         return scaled
 
-    def update(self):
-        returned = self.scaler.update()
-        # Until it is copied, ours tells of each update, also with the scale that a sharded one rounds as torch's.
-        assert not self._told or self.scaler.on_update is None or self._told[-1].new_scale == self.scaler.get_scale()
-        return returned
-
     def new_scale(self, value: float, kind: str):
         return self.scaler.update(value if kind == "float" else torch.full((), value, dtype=getattr(torch, kind)))
 
-    def step_closure(self, index: int):
-        return self.scaler.step(self.optimizers[index], closure=lambda: torch.full((), 7.0))
-
     def step_alone(self, index: int):
         return self.optimizers[index].step()
-
-    def preset(self, index: int):
-        # Others take none.
-        if getattr(self.optimizers[index], "_step_supports_amp_scaling", False):
-            self.optimizers[index].grad_scale = torch.tensor(2.0)
 
     def clip(self, index: int):
         chosen = [each for each in self.models[index][self._sparse[index] :] if each.grad is not None]
@@ -410,9 +340,6 @@ class Side:
         saved = {"saved": self._saved or SAVED, "incomplete": {"scale": 64.0}, "empty": {}}[what]
         return self.scaler.load_state_dict(dict(saved))
 
-    def copied(self, how: str):
-        self.scaler = pickle.loads(pickle.dumps(self.scaler)) if how == "pickle" else copy.deepcopy(self.scaler)
-
     def saved(self, how: str):
         """Return what torch's safe loading makes of a saved state, or what is pickled of one."""
         if how == "pickle":
@@ -424,7 +351,7 @@ class Side:
 
     def exchange(self, how: str, is_new: bool, is_others: bool):
         """Go on with what this or the other side has saved, in a new scaler or in this one."""
-        kept = (self.other if is_others else self).saved(how)
+        kept = (self.other if is_others else self).before
         if is_new:
             self.scaler = self._make() if how == "state_dict" else type(self.scaler).__new__(type(self.scaler))
         load = self.scaler.load_state_dict if how == "state_dict" else self.scaler.__setstate__
@@ -487,7 +414,7 @@ class Side:
 
     def put_back(self, index: int, how: str, is_all: bool):
         states, key = self._states(index)
-        kept = COPIES[how](states if is_all else states[key])
+        kept = getattr(copy, how)(states if is_all else states[key])
         states.pop(key, None)
         if is_all:
             self.scaler._per_optimizer_states = kept
@@ -539,7 +466,7 @@ class Known:
 
     def __init__(self, plan: Plan, theirs: Side):
         self._plan, self._theirs = plan, theirs
-        self._is_loaded = self._is_looked_at = self._is_under_way = False
+        self._is_loaded = self._is_under_way = False
 
     def differs(self, name: str, *arguments) -> bool:
         """Return whether a call is left out, and note one that is not."""
@@ -549,10 +476,9 @@ class Known:
         scaler = self._theirs.scaler
         if self._is_other(scaler, name, *arguments):
             return True
-        is_end, is_look = name in ("update", "new_scale"), name.endswith("_inf_per_device")
+        is_end = name in ("update", "new_scale")
         self._is_under_way = name in ("scale", "train") or (self._is_under_way and not is_end)
-        self._is_looked_at = is_look or (self._is_looked_at and not is_end)
-        loads = name in ("load", "copied", "exchange") or (name == "assign" and scaler._scale is None)
+        loads = name in ("load", "exchange") or (name == "assign" and scaler._scale is None)
         self._is_loaded = loads or (self._is_loaded and not (name == "train" and arguments[2:] != (True,)))
         return False
 
@@ -564,8 +490,6 @@ class Known:
         # torch's does not grow before the next overflow if the run is as long already.
         if name == "set_growth_interval":
             return bool(arguments[0] <= scaler._get_growth_tracker())
-        if name == "assign" and arguments[0][0] == "_init_growth_tracker":
-            return bool(arguments[0][1] >= scaler.get_growth_interval())
         if (scaler._scale is None and name == "new_scale") or (
             self._is_loaded and name in ("unscale_", "step", "_check_inf_per_device")
         ):
@@ -575,13 +499,12 @@ class Known:
             # Ours refuses it in the middle of an iteration, where torch's goes on with both scales.
             return self._is_under_way or len(scaler._per_optimizer_states) > 0
         is_sharded = isinstance(scaler, TorchShardedScaler)
-        is_fused = name == "step" and kind.partition("-")[2] in ("fused", *JUDGES)
+        is_fused = name == "step" and kind.endswith("fused")
         if is_fused or (is_sharded and name in ("step", "unscale_")):
             # torch's steps a fused optimizer without gradients, and its sharded scaler any.
             groups = self._theirs.optimizers[arguments[0]].param_groups
             return all(parameter.grad is None for group in groups for parameter in group["params"])
-        # torch's takes no closure.
-        return (name == "copied" and self._is_looked_at) or name == "step_closure"
+        return False
 
 
 def assert_same_errors(ours: Exception | None, theirs: Exception | None):
@@ -603,6 +526,8 @@ def run_both(plan: Plan, makers: list[Callable[..., Any]]) -> bool:
     for number, call in enumerate(plan.calls):
         if known.differs(*call):
             continue
+        if call[0] == "exchange":
+            ours.before, theirs.before = ours.saved(call[1]), theirs.saved(call[1])
         (one, error), (other, their_error) = ours.try_to(call), theirs.try_to(call)
         try:
             assert_same_errors(error, their_error)
@@ -625,8 +550,6 @@ PROGRAMS: dict[str, tuple[Callable[[Chance], Plan], str, int, tuple[float, float
     "right and wrong": (Chance.plan, "GradScaler", 200, (0.1, 0.9)),
     "scripts": (Chance.scripts, "GradScaler", 30, (0.0, 0.9)),
     "sharded scripts": (lambda chance: chance.scripts(1), "ShardedGradScaler", 30, (0.0, 0.9)),
-    "sharded loops": (Chance.loops, "ShardedGradScaler", 30, (0.0, 0.5)),
-    "judges": (lambda chance: chance.loops(judges=True), "GradScaler", 30, (0.0, 0.9)),
 }
 
 
