@@ -103,7 +103,7 @@ def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("library", "name", "details"),
     [
-        pytest.param("numpy", "numpy", set(), marks=pytest.mark.tier("quick")),
+        pytest.param("numpy", "numpy", set(), marks=pytest.mark.tier("ranks")),
         pytest.param("mpi", "mpi4py", {"library"}, marks=pytest.mark.mpi),
         pytest.param("torch", "torch", {"devices"}, marks=pytest.mark.torch),
         pytest.param("jax", "jax", {"devices"}, marks=pytest.mark.jax),

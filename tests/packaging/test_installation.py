@@ -1,4 +1,4 @@
-"""Installing from a clone: an editable install serves scripts and type checkers anywhere; old Pythons are refused."""
+"""Installing from a clone: an editable install serves scripts and type checkers anywhere."""
 
 import os
 import subprocess
@@ -17,12 +17,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 SCRIPT = """
+from typing import assert_type
 import gradscale
 import gradscale_numpy.arrays
 
 print(gradscale.__file__)
-scaler = gradscale.GradScaler(init_scale=2.0**16)
-backend = gradscale_numpy.arrays.NumpyBackend()
+assert_type(gradscale.GradScaler(init_scale=2.0**16).get_scale(), float)
+assert_type(gradscale_numpy.arrays.NumpyBackend(), gradscale_numpy.arrays.NumpyBackend)
 """
 
 
@@ -61,12 +62,9 @@ def test_an_editable_install_serves_scripts_and_type_checkers(installed: tuple[P
         assert completed.returncode == 0, completed.stderr
         assert Path(completed.stdout.strip()).resolve() == ROOT / "gradscale" / "__init__.py"
     require("mypy")
-    script.write_text(SCRIPT + "reveal_type(scaler.get_scale())\nreveal_type(backend)\n")
     checker = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--python-executable", python]
     completed = run(script.parent, *checker, script)
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert 'Revealed type is "float"' in completed.stdout, completed.stdout
-    assert 'Revealed type is "gradscale_numpy.arrays.NumpyBackend"' in completed.stdout, completed.stdout
 
 
 TYPED = """

@@ -22,17 +22,24 @@ def library():
     require("plot")
 
 
-def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path):
-    with JSONLines(tmp_path / "log.jsonl") as log:
-        for report in REPORTS:
-            log(report)
-    for history in (REPORTS, tmp_path / "log.jsonl"):
-        figure = plot.history(history, tmp_path / "plot.png")
-        (axes,) = figure.axes
-        assert axes.get_title(loc="left").startswith("1 of 3 steps skipped")
-        assert axes.lines[0].get_ydata()[0] == 8.0
-        assert axes.collections[0].get_offsets().tolist() == [[2.0, 4.0]]
-        assert (tmp_path / "plot.png").stat().st_size > 1000
+def test_a_run_its_reports_and_its_log_are_drawn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    reports: list[UpdateReport] = []
+    scaler, optimizer = GradScaler(on_update=[JSONLines("log.jsonl"), reports.append]), Tree()
+    for gradient in (np.inf, 1.0, np.inf):
+        iterate_plainly(scaler, optimizer, gradient)
+    for history in (scaler, reports, Path("log.jsonl")):
+        (axes,) = plot.history(history).axes
+        assert axes.get_title(loc="left").startswith("2 of 3 steps skipped"), history
+        assert axes.collections[0].get_offsets().tolist() == [[1.0, 65536.0], [3.0, 32768.0]]
+        # The line ends with what the last update has made of the scale.
+        assert list(dict.fromkeys(axes.lines[0].get_ydata())) == [65536.0, 32768.0, 16384.0]
+        assert list(axes.lines[0].get_xdata())[-1] == 4
+        assert axes.get_ylim()[0] < 16384.0
+    # Without a path nothing is written.
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+    plot.history(reports, "plot.png")
+    assert Path("plot.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("again", "label"), [(4, "iteration"), (2, "row of the log")])
@@ -44,31 +51,13 @@ def test_a_resumed_run_that_made_iterations_twice_is_drawn_by_the_rows_of_its_lo
 
 
 def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_few_points():
-    run = simulate(DynamicScale(init_scale=1024.0, growth_interval=1), "CO" * 50_000 + "C" * 50_000, name="nervous")
+    run = simulate(DynamicScale(init_scale=1024.0, growth_interval=1), "CO" * 10_000 + "C" * 10_000, name="nervous")
     (line,) = plot.simulation(run).axes[0].lines
     drawn = list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True))
     assert len(drawn) < 6000
-    for column in range(0, 100_000, 1000):
+    for column in range(0, 20_000, 1000):
         assert {y for x, y in drawn if column < x <= column + 1000} == {1024.0, 2048.0}
-    # All steps but the last are where they belong.
-    assert [point for point in drawn if point[0] > 100_100] == [
-        (x, run.scale[x - 1]) for x in range(100_101, 150_001) if run.scale[x - 1] != run.scale[x - 2]
-    ] + [(150_001, run.scale[-1])]
-
-
-def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    reports: list[UpdateReport] = []
-    scaler, optimizer = GradScaler(on_update=[JSONLines("log.jsonl"), reports.append]), Tree()
-    for _ in range(2):
-        iterate_plainly(scaler, optimizer, np.inf)
-    for history in (scaler, reports, Path("log.jsonl")):
-        (axes,) = plot.history(history).axes
-        assert list(dict.fromkeys(axes.lines[0].get_ydata())) == [65536.0, 32768.0, 16384.0], history
-        assert list(axes.lines[0].get_xdata())[-1] == 3
-        assert axes.get_ylim()[0] < 16384.0
-    # Without a path nothing is written.
-    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+    assert drawn[-1] == (30_001, run.scale[-1])
 
 
 def test_each_ax_has_limits_for_its_own_runs_and_no_column_of_skips_is_lost():
@@ -91,8 +80,6 @@ def test_each_ax_has_limits_for_its_own_runs_and_no_column_of_skips_is_lost():
 
 LOG_ROWS = {
     '{"scale": 2.0, "magnitude": "x"}': "a magnitude that is a number from 0 on, or none, got 'x'",
-    '{"scale": 2.0, "magnitude": -1}': "a magnitude that is a number from 0 on, or none, got -1",
-    '{"scale": 1e300}': "a scale above 0 that float32 can hold, got 1e\\+300",
     f'{{"scale": 1{"0" * 400}}}': "a scale above 0 that float32 can hold, got 1000",
     '{"scale": 2.0, "new_scale": 0}': "a new_scale above 0 that float32 can hold, got 0",
     '{"magnitude": 1.0}': "a scale above 0 that float32 can hold, got None",

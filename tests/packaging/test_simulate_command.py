@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from axes import require
 from optimizers import Tree
+from tiers import later
 
 import gradscale
 
@@ -121,7 +122,7 @@ def test_a_dash_is_the_log_on_stdin():
     assert [row["skipped"] for row in json.loads(ended.stdout)] == [2]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *later("ranks", *range(6, 18))])
 def test_the_log_of_a_run_brings_its_preset_to_the_same_scale(seed: int, tmp_path: Path):
     """A spike, a refusal or an optimizer that is left out says nothing of the scale, beside others or not."""
     path, chance = tmp_path / "log.jsonl", random.Random(seed)
