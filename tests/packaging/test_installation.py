@@ -158,17 +158,3 @@ def test_type_checkers_accept_a_program_of_torchs_class_and_what_methods_return(
     files = [f"{name}.py" for name in PROGRAMS]
     completed = run(tmp_path, sys.executable, "-m", "mypy", "--strict", "--config-file=", *files)
     assert completed.returncode == 0, completed.stdout
-
-
-@pytest.mark.tier("all")
-def test_the_folders_of_a_clone_come_after_those_of_a_program(installed: tuple[Path, Path], tmp_path: Path):
-    _, python = installed
-    for name in ("tests", "examples", "backends"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.py").write_text("")
-    (tmp_path / "tests" / "__init__.py").write_text("")
-    (tmp_path / "examples" / "train_digits.py").write_text("mine = True")
-    program = "import tests.mine, backends.mine\nfrom examples import train_digits\n"
-    completed = run(tmp_path, python, "-c", f"{program}print(*tests.__path__, train_digits.mine)")
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.split() == [str(tmp_path / "tests"), "True"]

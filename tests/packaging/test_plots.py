@@ -46,8 +46,6 @@ def test_a_run_its_reports_and_its_log_are_drawn_alike(tmp_path: Path, monkeypat
 def test_a_resumed_run_that_made_iterations_twice_is_drawn_by_the_rows_of_its_log(again: int, label: str):
     (axes,) = plot.history([*REPORTS, UpdateReport(again, 1.0, True, 0, ())]).axes
     assert (axes.get_xlabel(), axes.collections[0].get_offsets()[-1].tolist()) == (label, [4.0, 1.0])
-    (axes,) = plot.history([UpdateReport(1, 1.0, True, 0, ())]).axes
-    assert axes.get_title(loc="left").startswith("1 of 1 steps skipped (100 %)")
 
 
 def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_few_points():
@@ -58,24 +56,20 @@ def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_fe
     for column in range(0, 20_000, 1000):
         assert {y for x, y in drawn if column < x <= column + 1000} == {1024.0, 2048.0}
     assert drawn[-1] == (30_001, run.scale[-1])
+    assert plot.simulation(run).axes[0].get_title(loc="left").startswith("nervous: 10,000 of 30,000")
 
 
-def test_each_ax_has_limits_for_its_own_runs_and_no_column_of_skips_is_lost():
+def test_each_ax_has_limits_for_its_own_runs():
     ax = plot.history(REPORTS).axes[0]
     plot.history([UpdateReport(4, 2.0**20, False, 0, ())], ax=ax)
     assert ax.get_ylim()[0] < 8.0 / 3.0 < 2.0**20 < ax.get_ylim()[1]
     assert ax.get_xlim()[0] <= 1 < 5 <= ax.get_xlim()[1]
     falling = simulate(DynamicScale(init_scale=2.0**100), "O" * 12, name="falling")
-    several = [falling, simulate(StaticScale(1024.0), "C" * 12, name="static")]
-    first, second, third = plot.simulation([*several, simulate(DynamicScale(), "CO" * 30_000, name="one")]).axes
+    first, second = plot.simulation([falling, simulate(StaticScale(1024.0), "C" * 12, name="static")]).axes
     assert first.get_ylim()[0] < min(falling.scale) < max(falling.scale) < first.get_ylim()[1] < 2.0**104
     assert second.get_ylim()[0] < 1024.0 < second.get_ylim()[1] < 2.0**14
     # A scale that does not move is drawn on an axis of several powers of two all the same.
     assert second.get_ylim()[1] / second.get_ylim()[0] > 2.0**6
-    assert "30,000 of 60,000" in third.get_title(loc="left")
-    marks = third.collections[0].get_offsets()
-    assert 1900 <= len({step * 2000 // 60_000 for step, _ in marks.tolist()}) <= 2001
-    assert len(marks) < 2200
 
 
 LOG_ROWS = {

@@ -78,21 +78,22 @@ CLEAN, OVERFLOW = (
 )
 MADE = CLEAN | {"counts": {"taken": 2, "overflow": 1}}
 HELD = OVERFLOW | {"reason": "spike", "iteration": 2, "counts": {"taken": 1, "overflow": 0, "spike": 1}}
+REFUSED = OVERFLOW | {"reason": "refused", "iteration": 1, "counts": {"taken": 0, "overflow": 1, "refused": 1}}
 RETRIED = {"scale": 2.0**20, "new_scale": 65536.0, "skipped": False, "retries": 4}
 SIXTEEN = "torch:init_scale=16"
 # The rows of a log, the preset, and how many steps there are, how many it skips, and to which scale it comes.
 LOGS: dict[str, tuple[list[dict[str, Any]], str, tuple[int, int, float]]] = {
     "beyond every float": (scaled((HUGE, HUGE, True), (2.0, HUGE, True), (1.0, 0, False)), SIXTEEN, (3, 2, 4.0)),
+    # As on_skip= and diagnose="on_overflow" write them: the inf beside these finite magnitudes is what overflowed.
+    "skips whose magnitude fits": (scaled(*[(65536.0, 0.0625, True)] * 4), SIXTEEN, (4, 4, 1.0)),
     "skips whose magnitude does not fit": (scaled(*[(2.0**20, 0.0625, True)] * 4), SIXTEEN, (4, 0, 16.0)),
     # A closure that was tried again fits at the scale that it came to.
     "retries": ([RETRIED], "torch:init_scale=1048576", (1, 1, 2.0**19)),
     "retries with magnitudes": ([RETRIED | {"magnitude": 0.5}], "torch:init_scale=1048576", (1, 1, 2.0**19)),
     # A resumed run has other counts than the row before it.
-    "a spike after a resume": (
-        [OVERFLOW, CLEAN | {"counts": {"taken": 2, "overflow": 1}}, HELD],
-        "torch",
-        (2, 1, 2.0**15),
-    ),
+    "a spike after a resume": ([OVERFLOW, MADE, HELD], "torch", (2, 1, 2.0**15)),
+    "a refusal beside an overflow after a resume": ([MADE, REFUSED], "torch", (2, 1, 2.0**15)),
+    "a spike without counts": ([CLEAN, OVERFLOW | {"reason": "spike"}], "torch", (1, 0, 2.0**16)),
 }
 
 

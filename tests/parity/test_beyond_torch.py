@@ -155,6 +155,37 @@ def test_all_ranks_skip_by_themselves_and_those_that_differ_are_told_at_the_next
     ]
 
 
+class Judging(torch.optim.SGD):  # type: ignore[misc]
+    """As those of apex and NeMo: it is passed the scaler, and has it judge, or tells what it has found itself."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, *, grad_scaler, tells: bool = False):
+        (parameter,) = self.param_groups[0]["params"]
+        if tells:
+            parameter.grad /= grad_scaler._scale
+            is_bad = torch.logical_not(parameter.grad.isfinite().all()).float()
+            grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {is_bad.device: is_bad}
+        else:
+            grad_scaler.unscale_(self)
+            (is_bad,) = grad_scaler._found_inf_per_device(self).values()
+        if not is_bad:
+            super().step()
+
+
+@pytest.mark.filterwarnings("ignore:.*grad_scaler:FutureWarning")
+@pytest.mark.parametrize("options", [{}, {"tells": True}], ids=["asks", "tells"])
+def test_an_optimizer_that_is_passed_the_scaler_has_it_judge_or_tells_what_it_has_found(options: dict[str, bool]):
+    for make in (TorchScaler, GradScaler):
+        run = Small(make("cpu", init_scale=4.0), functools.partial(Judging, lr=1.0))
+        for gradient in (1.0, math.inf, 1.0, math.nan):
+            run.give(gradient)
+            run.scaler.step(run.optimizer, **options)
+            run.scaler.update()
+        assert (run.held, run.state) == ([[-2.0, -2.0]], (1.0, 0))
+    assert run.report.reason == "overflow"
+
+
 # Closures.
 
 

@@ -18,14 +18,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    """Forget what was compiled before and after."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def trained(make_scaler, kind: str, explicit: bool, compiles: bool = False):
     """Train with a step that is compiled or not; return what is to be seen after each, and how often a graph broke."""
     from torch._dynamo.utils import counters
@@ -54,6 +46,7 @@ def trained(make_scaler, kind: str, explicit: bool, compiles: bool = False):
         run(torch.full((2, 3), value))
         parameters = [parameter.detach().clone() for parameter in model.parameters()]
         seen.append([scaler.get_scale(), scaler._get_growth_tracker(), parameters])
+    torch._dynamo.reset()
     assert not compiles or counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     return seen, sum(counters["graph_break"].values())
 
