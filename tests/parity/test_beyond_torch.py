@@ -173,7 +173,7 @@ class Judging(torch.optim.SGD):  # type: ignore[misc]
             super().step()
 
 
-@pytest.mark.filterwarnings("ignore:.*grad_scaler:FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("options", [{}, {"tells": True}], ids=["asks", "tells"])
 def test_an_optimizer_that_is_passed_the_scaler_has_it_judge_or_tells_what_it_has_found(options: dict[str, bool]):
     for make in (TorchScaler, GradScaler):
