@@ -547,7 +547,7 @@ def run_both(plan: Plan, makers: list[Callable[..., Any]]) -> bool:
 
 # How programs are drawn, of which of torch's scalers, how many each time, and how often one may end with an error.
 PROGRAMS: dict[str, tuple[Callable[[Chance], Plan], str, int, tuple[float, float]]] = {
-    "right and wrong": (Chance.plan, "GradScaler", 150, (0.1, 0.9)),
+    "right and wrong": (Chance.plan, "GradScaler", 120, (0.1, 0.9)),
     "scripts": (Chance.scripts, "GradScaler", 30, (0.0, 0.9)),
     "sharded scripts": (lambda chance: chance.scripts(1), "ShardedGradScaler", 30, (0.0, 0.9)),
 }
