@@ -42,13 +42,17 @@ def _cupy():
     return cupy
 
 
-def _torch():
-    """Return torch with CUDA, whose work goes to the default stream, as CuPy's does."""
+def _torch(cupy):
+    """Return torch with CUDA, whose work goes to the stream that CuPy's goes to."""
     import torch
 
     if not torch.cuda.is_available():
         msg = "torch finds no CUDA device, and its kernel is the peer: install torch built for CUDA (pytorch.org)"
         raise NotOnThisMachineError(msg)
+    ours, theirs = cupy.cuda.get_current_stream().ptr, torch.cuda.current_stream().cuda_stream
+    if ours != theirs:
+        advice = "unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+        raise RuntimeError(f"CuPy and torch must work on one stream, got {ours} and {theirs}: {advice}")
     return torch
 
 
@@ -130,7 +134,7 @@ def copies(quick: bool) -> list[Row]:
 def against_torch(quick: bool) -> list[Row]:
     """Unscale many large and many small gradients in place, against torch's kernel on the same memory."""
     cupy = _cupy()
-    torch = _torch()
+    torch = _torch(cupy)
     large, rounds, rows = _LARGE_QUICK if quick else _LARGE, 11 if quick else 51, []
     # The device is through with it before the next one is timed.
     wait = cupy.cuda.get_current_stream().synchronize

@@ -12,6 +12,8 @@ from commands import ran
 from cupy_devices import require_cupy
 from worlds import mpi_command, mpi_environment
 
+import gradscale
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("", ".github", "gradscale", "gradscale/interop", "examples", "tests", "tests/benchmarks")
 FOLDERS += ("backends/gradscale_numpy", "backends/gradscale_torch", "backends/gradscale_jax", "backends/gradscale_cupy")
@@ -106,8 +108,25 @@ def test_the_table_of_what_is_tested_is_that_of_the_tests():
     assert completed.returncode == 0, completed.stderr
 
 
+def test_the_documents_tell_nothing_of_the_machine_they_were_written_on():
+    texts = {**PAGES, **{path.name: path.read_text() for path in ROOT.glob("examples/**/*.py")}}
+    for name, text in texts.items():
+        assert not re.search(r"/(root|work|home|tmp|opt)/", text), name
+
+
 def test_the_front_page_installs_from_the_address_of_the_project():
     source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
     text = (ROOT / "README.md").read_text()
     assert f"pip install 'gradscale[torch] @ git+{source}'" in text
     assert f"git clone {source}`" in text
+
+
+def test_the_map_of_an_iteration_names_what_is_there():
+    text = PAGES[".github/CONTRIBUTING.md"]
+    code = "".join(path.read_text() for path in Path(gradscale.__file__).parent.rglob("*.py"))
+    there = {*re.findall(r"(?:def|class) (\w+)", code), *re.findall(r"^    (\w+): ", code, re.MULTILINE)}
+    called = re.findall(r"^ *(?:scaler|iteration|backend|live|guard|mistakes)\.(?!py\b)(\w+)", text, re.MULTILINE)
+    rows = re.findall(r"^\| .*\? \| (.*) \|$", text, re.MULTILINE)
+    named = [part for row in rows for name in re.findall(r"`([\w.]+)`", row) for part in name.split(".")]
+    assert min(len(called), len(named)) > 12
+    assert {*called, *named} - there == set()
