@@ -6,6 +6,7 @@ and NCCL on the host have all memory.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import threading
@@ -127,6 +128,9 @@ class HostDevice:
 def xp(request: pytest.FixtureRequest, nccl, monkeypatch: pytest.MonkeyPatch):
     """Return a library whose arrays the adapter takes."""
     found = pytest.importorskip(request.param)
+    if request.param == "torch" and found.cuda.is_available():
+        made = {name: functools.partial(getattr(found, name), device="cuda") for name in ("asarray", "zeros")}
+        return SimpleNamespace(float32=found.float32, **made)
     if request.param != "cupy" and not nccl.is_cupys:
         from cuda.core import Device
         from nccl.core import communicator
@@ -158,23 +162,19 @@ def train(scaler: ShardedGradScaler, xp, *values: float) -> tuple[list[int], flo
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("nccl", "xp"), ROWS, indirect=True)
-def test_worlds_conform(nccl, xp, in_world, size: int):
-    def check(comm):
+def test_worlds_conform_and_a_bad_value_on_each_rank_in_turn_skips_the_step_on_every_rank(
+    nccl, xp, in_world, size: int
+):
+    def run(comm):
         check_collectives(nccl.collectives(comm, timeout=PATIENCE), xp.zeros((), dtype=xp.float32))
+        # Of one scaler after the other.
+        return [
+            train(ShardedGradScaler(group=comm, timeout=PATIENCE), xp, 1.0, math.inf if rank == bad else 1.0, 1.0)
+            for rank in [nccl.rank(comm)]
+            for bad in range(size)
+        ]
 
-    assert in_world(size, check) == [None] * size
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("nccl", "xp"), ROWS, indirect=True)
-def test_a_bad_value_on_each_rank_in_turn_skips_the_step_on_every_rank(nccl, xp, in_world, size: int):
-    for bad_rank in range(size):
-
-        def run(comm, bad_rank: int = bad_rank):
-            scaler = ShardedGradScaler(group=comm, timeout=PATIENCE)
-            return train(scaler, xp, 1.0, math.inf if nccl.rank(comm) == bad_rank else 1.0, 1.0)
-
-        assert in_world(size, run) == [([1, 0, 1], 32768.0)] * size
+    assert in_world(size, run) == [[([1, 0, 1], 32768.0)] * size] * size
 
 
 def test_the_host_does_not_wait_until_the_result_is_asked_for(cupy, comm, nccl):
@@ -262,10 +262,17 @@ def test_a_device_that_has_failed_is_its_error_and_no_timeout(cupy, comm, nccl):
     assert not nccl.is_cupys or comm.comm == 0
 
 
-def test_what_is_no_communicator_is_an_error(nccl):
+def test_only_communicators_and_what_holds_one_are_taken_until_they_are_destroyed(cupy, comm, nccl):
     for group in (None, *nccl.wrong):
         with pytest.raises(InvalidTypeError, match=nccl.wanted):
             nccl.collectives(group, timeout=1.0)
+    if nccl.is_cupys:
+        of_cupyx = nccl.collectives(SimpleNamespace(_comm=comm), timeout=PATIENCE)
+        assert of_cupyx.start_max(vector(cupy, 3, -4))().get().tolist() == [3, -4]
+        comm.destroy()
+        for call in (lambda: of_cupyx.start_max(vector(cupy, 1)), lambda: nccl.collectives(comm, timeout=1.0)):
+            with pytest.raises(BackendError, match="was destroyed or aborted: pass another one"):
+                call()
 
 
 # CuPy's.
@@ -296,28 +303,18 @@ def test_a_rank_that_never_comes_is_a_timeout_that_aborts_the_communicator(cupy,
 
 
 @of_cupy
-def test_a_backend_of_cupyx_sends_over_its_communicator(cupy, comm, nccl):
-    collectives = nccl.collectives(SimpleNamespace(_comm=comm), timeout=PATIENCE)
-    assert collectives.start_max(vector(cupy, 3, -4))().get().tolist() == [3, -4]
-
-
-@of_cupy
 def test_errors_of_cuda_are_said_where_a_collective_is_begun_and_read(
     cupy, comm, nccl, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*_, **_options):
         raise cupy.cuda.runtime.CUDARuntimeError(700)
 
-    collectives = nccl.collectives(comm, timeout=PATIENCE)
+    collectives, x = nccl.collectives(comm, timeout=PATIENCE), vector(cupy, 1)
     pending = collectives.start_max(np.ones(1, dtype=np.int32))
-    with monkeypatch.context() as patch:
-        patch.setattr(cupy, "asnumpy", fail)
-        with pytest.raises(BackendError, match="while an agreement over NCCL was read: cudaErrorIllegalAddress"):
-            pending()
-    x = vector(cupy, 1)
-    monkeypatch.setattr(cupy, "array", fail)
-    with pytest.raises(BackendError, match="while an agreement over NCCL was begun: cudaErrorIllegalAddress"):
-        collectives.start_max(x)
+    for name, done, call in (("asnumpy", "read", pending), ("array", "begun", lambda: collectives.start_max(x))):
+        monkeypatch.setattr(cupy, name, fail)
+        with pytest.raises(BackendError, match=f"while an agreement over NCCL was {done}: cudaErrorIllegalAddress"):
+            call()
 
 
 @of_cupy
@@ -334,15 +331,6 @@ def test_what_cannot_be_reduced_is_an_error_before_it_is_sent(cupy, comm, nccl):
         collectives.start_max(array_on(cupy, 1, 1, dtype=np.int32))
     # It has given up nothing.
     assert collectives.start_max(x)().get().tolist() == [1]
-
-
-@of_cupy
-def test_a_destroyed_communicator_is_an_error(cupy, comm, nccl):
-    collectives = nccl.collectives(comm, timeout=PATIENCE)
-    comm.destroy()
-    for call in (lambda: collectives.start_max(vector(cupy, 1)), lambda: nccl.collectives(comm, timeout=1.0)):
-        with pytest.raises(BackendError, match="was destroyed or aborted: pass another one"):
-            call()
 
 
 @of_cupy
@@ -401,21 +389,30 @@ def test_the_ranks_that_are_left_shrink_the_communicator_and_go_on(cupy, in_worl
 
 
 @of_nccl4py
-def test_an_nccl_that_cannot_revoke_aborts(cupy, comm, nccl, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("revokes", [True, False], ids=["revoked", "aborted"])
+def test_a_device_that_is_late_ends_in_the_timeout_and_a_communicator_that_is_not_aborted_can_be_split(
+    cupy, comm, nccl, revokes: bool, monkeypatch: pytest.MonkeyPatch
+):
     from nccl.bindings import nccl as bindings
 
     def missing(*_):
         msg = "function ncclCommRevoke is not found"
         raise RuntimeError(msg)
 
-    monkeypatch.setattr(bindings, "comm_revoke", missing)
+    if not revokes:
+        monkeypatch.setattr(bindings, "comm_revoke", missing)
     nccl.collectives(comm, timeout=PATIENCE).start_max(vector(cupy, 1))()
     stall(cupy, 1000)
     with pytest.raises(CollectiveTimeoutError) as raised:
         nccl.collectives(comm, timeout=0.05).start_max(vector(cupy, 1))()
-    assert (comm.is_valid, getattr(raised.value, "__notes__", [])) == (False, [])
-    with pytest.raises(InvalidTypeError, match=nccl.wanted):
+    assert (comm.is_valid, getattr(raised.value, "__notes__", [])) == (revokes, [])
+    with pytest.raises(BackendError if revokes else InvalidTypeError, match="was aborted" if revokes else nccl.wanted):
         nccl.collectives(comm, timeout=1.0)
+    if revokes:
+        cupy.cuda.Device().synchronize()
+        # To shrink, NCCL needs a rank to exclude.
+        split = nccl.collectives(comm.split(0, 0), timeout=PATIENCE)
+        assert split.start_max(vector(cupy, 3, -4))().tolist() == [3, -4]
 
 
 @of_nccl4py

@@ -1,6 +1,6 @@
 """Waiting for ranks: what poll asks and when it ends; DeviceCollectives over a communicator made here, to every end.
 
-What two libraries' communicators add is tested over these: test_cupy_nccl.py and test_nccl4py_gpu.py in ../adapters.
+What two libraries' communicators add is tested over these: test_cupy_nccl.py in ../adapters.
 """
 
 import math

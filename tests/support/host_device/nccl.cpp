@@ -116,6 +116,12 @@ int ncclCommShrink(const Communicator* one, const int* excluded, int count, Comm
     const long before = std::count_if(excluded, excluded + count, [&](int rank) { return rank < one->rank; });
     return ncclCommInitRank(made, one->world->size - count, name, one->rank - before);
 }
+// Of all ranks, each with the key of its rank.
+int ncclCommSplit(const Communicator* one, int, int rank, Communicator** made, void*) {
+    Name name = {};
+    (one->world->name + "+").copy(name.text, sizeof name.text - 1);
+    return ncclCommInitRank(made, one->world->size, name, rank);
+}
 int ncclCommCount(const Communicator* one, int* count) { return *count = one->world->size, 0; }
 int ncclCommCuDevice(const Communicator* one, int* device) { return *device = one->device, 0; }
 int ncclCommUserRank(const Communicator* one, int* rank) { return *rank = one->rank, 0; }
