@@ -15,23 +15,9 @@ from optimizers import Tree
 import gradscale
 from gradscale import DynamicScale, GradScaler, registry
 from gradscale.core.backend import Backend
-from gradscale.scaler.scaler import iteration_of
 from gradscale.testing import check_library
 
 pytestmark = pytest.mark.tier("ranks")
-
-
-class Computations:
-    """A scheduler of dask that counts how often it is asked to compute."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, keys, **options):
-        from dask.local import get_sync
-
-        self.count += 1
-        return get_sync(graph, keys, **options)
 
 
 @pytest.fixture
@@ -41,51 +27,35 @@ def dask() -> Iterator[Library]:
         yield library
 
 
-@pytest.fixture
-def computations(dask: Library) -> Iterator[Computations]:
-    """Return the count of what dask computes from now on."""
+@pytest.mark.parametrize(("optimizers", "explicit"), [(1, False), (1, True), (2, False)])
+def test_dask_computes_once_for_each_step_and_its_plan_does_not_grow(dask: Library, optimizers: int, explicit: bool):
     from dask import config
+    from dask.local import get_sync
 
-    scheduler = Computations()
-    with config.set(scheduler=scheduler):
+    computed, sizes, scaler = [], [], GradScaler(init_scale=8.0, growth_interval=3)
+
+    def compute(graph, keys, **options):
+        computed.append(keys)
+        return get_sync(graph, keys, **options)
+
+    with config.set(scheduler=compute):
         assert dask.item(dask.asarray(1.0)) == 1.0
-        assert scheduler.count == 1, "the count must see a computation"
-        scheduler.count = 0
-        yield scheduler
-
-
-@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])
-def test_the_scaler_computes_once_for_each_step_of_dask(dask: Library, computations: Computations, explicit: bool):
-    scaler = GradScaler(init_scale=8.0)
-    for value in (1.0, math.inf, 1.0):
-        before = computations.count
-        scaler.scale(dask.asarray(1.0))
-        optimizer = Tree([dask.asarray([value]), dask.asarray([value, 3.0])])
-        if explicit:
-            scaler.unscale_(optimizer)
-        assert computations.count == before
-        scaler.step(optimizer)
-        assert computations.count == before + 1
-        scaler.update()
-        assert computations.count == before + 1
-        assert optimizer.steps == (0 if math.isinf(value) else 1)
-    assert scaler.get_scale() == 4.0
-
-
-@pytest.mark.parametrize("optimizers", [1, 2])
-def test_a_scalers_plan_does_not_grow_from_iteration_to_iteration(dask: Library, optimizers: int):
-    scaler = GradScaler(init_scale=8.0, policy=None, growth_interval=3)
-    sizes = []
-    for iteration in range(8):
-        scaler.scale(dask.asarray(1.0))
-        for _ in range(optimizers):
-            scaler.step(Tree([dask.asarray([math.inf if iteration == 3 else 1.0])]))
-        scaler.update()
-        live = iteration_of(scaler).live
-        assert live.state is not None
-        sizes.append(len(dict(live.current().scale.dask)))
-    assert max(sizes[2:]) <= max(sizes[:2]), sizes
-    assert scaler.get_scale() == 16.0
+        assert len(computed) == 1, "the count must see a computation"
+        for iteration in range(8):
+            computed.clear()
+            sizes.append(len(dict(scaler.scale(dask.asarray(1.0)).dask)))
+            value = math.inf if iteration == 3 else 1.0
+            for number in range(optimizers):
+                optimizer = Tree([dask.asarray([value]), dask.asarray([value, 3.0])])
+                if explicit:
+                    scaler.unscale_(optimizer)
+                assert len(computed) == number
+                scaler.step(optimizer)
+                assert (len(computed), optimizer.steps) == (number + 1, int(iteration != 3))
+            scaler.update()
+            assert len(computed) == optimizers
+        assert max(sizes[3:]) <= max(sizes[:3]), sizes
+        assert scaler.get_scale() == 16.0
 
 
 def test_arrays_of_dask_in_chunks_are_judged_in_every_chunk(dask: Library):

@@ -11,8 +11,7 @@ from axes import require
 from optimizers import Tree
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale
-from gradscale.core.arithmetic import fingerprint
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, SkipSpikes, StaticScale
 from gradscale.testing import check_backend, check_library
 
 mx = require("mlx")
@@ -33,14 +32,6 @@ def test_the_adapter_gives_the_bits_of_the_pure_core(dtype: str):
 def test_mlx_needs_no_adapter_for_the_pure_functions():
     check_library(mx.zeros(1))
     assert isinstance(gradscale.registry.backend_for(mx.zeros(1)), gradscale_mlx.MlxBackend)
-
-
-@pytest.mark.xfail(raises=AttributeError, reason="array_api_compat has nothing for MLX's arrays, which have no device")
-def test_array_api_compat_knows_where_an_array_of_mlx_is():
-    # When this passes, device and on of core/arithmetic.py can go for array_api_compat's own device() and constructors.
-    import array_api_compat
-
-    array_api_compat.device(mx.zeros(1))
 
 
 def test_an_iteration_evaluates_once(monkeypatch: pytest.MonkeyPatch):
@@ -77,39 +68,12 @@ def test_an_iteration_evaluates_once(monkeypatch: pytest.MonkeyPatch):
     assert (tree.steps, scaler.get_scale(), weights.tolist()) == (5, 512.0, [0.5**5] * 3)
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_the_pure_functions_under_compile_give_the_bits_they_give_outside(bad: float):
-    policy = DynamicScale(init_scale=1024.0, growth_interval=2)
-
-    def step(weights, state, factor):
-        grads = mx.grad(lambda w: gradscale.scale((w * w * factor).sum(), state))(weights)
-        grads, nonfinite = gradscale.unscale(grads, state)
-        moved = {"w": weights - 0.3 * grads}
-        return gradscale.select(nonfinite == 0, moved, {"w": weights})["w"], policy.update(state, nonfinite=nonfinite)
-
-    ends = []
-    for call in (step, mx.compile(step)):
-        weights, state = mx.array([1.0, -2.0, 1e-3]), policy.init(mx.zeros(()))
-        for iteration in range(8):
-            weights, state = call(weights, state, mx.array(bad if iteration in (2, 3) else 1.0))
-        assert isinstance(state, gradscale.ScaleState)
-        ends.append((weights.tolist(), gradscale_mlx.backend.read(fingerprint(state))))
-    assert ends[0] == ends[1]
-    # Doubled after two clean steps, halved twice, doubled twice again.
-    assert float(state.scale) == 2048.0
-
-
-def test_master_gradients_have_the_dtype_that_is_asked_for_if_it_is_one():
+def test_master_gradients_have_the_dtype_that_is_asked_for():
     scaler, tree = GradScaler(init_scale=4.0), Tree([mx.array([4.0, 8.0, 2.0**-24], mx.float16)])
     tree.master_dtype = mx.float32  # type: ignore[attr-defined]
     scaler.scale(mx.array(1.0))
     scaler.step(tree)
     assert (tree.grads[0].dtype, tree.grads[0].tolist()) == (mx.float32, [1.0, 2.0, 2.0**-26])
-    scaler.update()
-    scaler.scale(mx.array(1.0))
-    tree.master_dtype = "float32"  # type: ignore[attr-defined]
-    with pytest.raises(InvalidValueError, match="must be a real floating dtype"):
-        scaler.unscale_(tree)
 
 
 def test_what_a_scaler_cannot_do_in_a_transformed_function_or_with_an_optimizer_alone_is_said(
@@ -140,7 +104,7 @@ def test_what_a_scaler_cannot_do_in_a_transformed_function_or_with_an_optimizer_
 # Training with mlx.nn and mlx.optimizers.
 
 
-STEPS, BAD = 12, {4: math.inf, 7: math.nan}
+STEPS, BAD = 12, {4: -math.inf, 7: math.nan}
 OPTIMIZERS = {
     "sgd": lambda: optim.SGD(0.05),
     "adamw-scheduled": lambda: optim.AdamW(optim.cosine_decay(0.05, STEPS)),
@@ -232,6 +196,7 @@ def test_bad_batches_leave_what_a_run_without_them_leaves_in_any_loop(name: str)
         assert skipped == [step in BAD for step in range(STEPS)]
         assert ended == without
         ends.append(ended)
+    assert ends[1] == ends[2]
     moved = {key for key in fresh if key.startswith("model") and ends[-1][key] != fresh[key]}
     assert moved == {"model.layers.2.weight", "model.layers.2.bias"}
     assert train(by_scaler, name, mx.float32, policy)[0] == ends[-1]
