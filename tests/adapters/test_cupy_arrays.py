@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from axes import require
-from cupy_devices import array_on, capture, device_fails, require_device_count, stall
+from cupy_devices import array_on, capture, device_fails, stall
 from optimizers import Tree
 
 import gradscale
@@ -213,10 +213,7 @@ def test_errors_of_cuda_say_what_was_done_and_what_is_missing(cupy, cupy_backend
 
 @pytest.mark.parametrize("busy", range(2))
 def test_devices_wait_for_each_other(cupy, cupy_backend, busy: int):
-    require_device_count(cupy, 2)
-    x = cupy.zeros((), dtype=np.int32)
-    with cupy.cuda.Device(1):
-        there = cupy.zeros(1, dtype=np.int32)
+    x, there = cupy.zeros((), dtype=np.int32), array_on(cupy, 1, 0, dtype=np.int32)
     for milliseconds in (0, 200):
         with cupy.cuda.Device(busy):
             stall(cupy, milliseconds)

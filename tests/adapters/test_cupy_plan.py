@@ -136,6 +136,7 @@ def covered(one: Layout) -> list[int]:
     return [*range(min(places), max(places) + 4, 4), *places[: len(places) - len({*places})]] if places else []
 
 
+@settings(max_examples=100)
 @given(st.lists(pairs(), max_size=4))
 def test_memory_that_would_be_divided_twice_is_forbidden_and_no_other_that_is_apart(given: list[tuple[Layout, Layout]]):
     written = [place for _, target in given for place in covered(target)]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-from collections.abc import Iterator
-from unittest import mock
 
 import numpy as np
 import pytest
 from axes import require
-from axes_jax import COUNT, P, gradscale_jax, jax, jnp, mesh, on_mesh
+from axes_jax import COUNT, P, assert_same_bits, gradscale_jax, jax, jnp, mesh, on_mesh
 from optimizers import Tree
 
 import gradscale
-from gradscale import DynamicScale, SkipSpikes, StaticScale
+from gradscale import DynamicScale, ScaleState, SkipSpikes, StaticScale
 
 pytestmark = pytest.mark.jax
 
@@ -40,37 +37,7 @@ def text_of(function, *given) -> str:
     return str(jax.jit(function).lower(*given).compile().as_text())
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Count compilations, traces, and reads of arrays by the host.
-
-    ``transfer_guard_device_to_host`` sees no reads of the CPU's own arrays, so they are counted where the arrays'
-    conversions meet; on other devices the guard raises.
-    """
-    found = {"compilations": 0, "traces": 0, "reads": 0}
-
-    def happened(event: str, _seconds: float, **_details):
-        found["compilations"] += event.endswith("backend_compile_duration")
-        found["traces"] += event.endswith("jaxpr_trace_duration")
-
-    array_type = type(jnp.zeros(()))
-    value = array_type._value
-
-    def read(array):
-        found["reads"] += 1
-        return value.fget(array)
-
-    jax.monitoring.register_event_duration_secs_listener(happened)
-    try:
-        with mock.patch.object(array_type, "_value", property(read)), jax.transfer_guard_device_to_host("disallow"):
-            yield found
-    finally:
-        # JAX 0.7 cannot take a listener back.
-        getattr(jax.monitoring, "unregister_event_duration_listener", lambda _: None)(happened)
-
-
-@pytest.mark.parametrize("donated", [False, True], ids=["kept", "donated"])
-def test_a_compiled_step_reads_nothing_and_is_compiled_once(donated: bool):
+def test_a_compiled_step_has_no_way_to_the_host_and_is_compiled_once():
     state, weights = POLICY.init(jnp.zeros(())), {"first": jnp.ones((4, 3)), "second": jnp.ones((3, 2))}
     data = [jnp.asarray(x) for x in DATA]
 
@@ -78,30 +45,26 @@ def test_a_compiled_step_reads_nothing_and_is_compiled_once(donated: bool):
         jax.debug.print("{}", (made := step(*given))[2].nonfinite)
         return made
 
-    # A way to the host is seen, and none is there.
     ways = re.compile(r"callback|outfeed|infeed|\bsend\(|\brecv\(", re.IGNORECASE)
     assert [bool(ways.search(text_of(each, state, weights, data[0]))) for each in (telling, step)] == [True, False]
-    # So are compilations and reads.
-    compiled, verdicts = jax.jit(lambda *given: step(*given), donate_argnums=(0, 1) if donated else ()), []
-    with counted() as found:
-        state, weights, verdict = compiled(state, weights, data[0])
-        if jax.default_backend() == "cpu":
-            assert bool(verdict.finite)
-            assert (found["reads"], min(found["compilations"], found["traces"]) > 0) == (1, True)
-        else:
-            with pytest.raises(RuntimeError, match="transfer"):
-                bool(verdict.finite)
-    state, weights, _ = compiled(state, weights, data[1])
-    with counted() as found:
-        for x in data[2:]:
-            state, weights, verdict = compiled(state, weights, x)
-            verdicts.append(verdict.nonfinite)
-        jax.block_until_ready((state, weights))
-    assert found == {"compilations": 0, "traces": 0, "reads": 0}
+    compiled, verdicts = jax.jit(step, donate_argnums=(0, 1)), []
+    for x in data:
+        state, weights, verdict = compiled(state, weights, x)
+        verdicts.append(verdict.nonfinite)
+    assert compiled._cache_size() == 1
     # It did overflow and grow in between.
-    assert [int(count) > 0 for count in verdicts] == [x > 1.0 for x in DATA[2:]]
+    assert [int(count) > 0 for count in verdicts] == [x > 1.0 for x in DATA]
     # Growth after two clean steps, then an overflow, four times over.
     assert float(state.scale) == 64.0
+
+
+@pytest.mark.parametrize("of", [float, np.float64], ids=["Python's", "NumPy's"])
+def test_a_state_in_other_numbers_is_taken_in_its_dtypes(of):
+    state = ScaleState(of(8.0), 1, 0, 0)  # type: ignore[arg-type]
+    scaled = gradscale_jax.value_and_grad(jnp.sum, POLICY)(state, jnp.ones(2))
+    expected = ScaleState(jnp.float32(16.0), *[jnp.int32(0)] * 3)
+    assert_same_bits((scaled.state, gradscale_jax.scale(1.0, state)), (expected, jnp.float32(8.0)))
+    assert not any(leaf.weak_type for leaf in scaled.state)
 
 
 # Agreement over named axes.
@@ -121,10 +84,9 @@ def test_agreement_is_one_reduction_of_84_bytes(options):
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("is_spread", [False, True], ids=["anywhere", "over the mesh"])
-@pytest.mark.parametrize("policy", [POLICY, StaticScale(4.0)], ids=["dynamic", "static"])
-def test_a_state_that_is_closed_over_serves(policy, is_spread: bool):
-    state = policy.init(on_mesh(jnp.zeros(COUNT), "data") if is_spread else jnp.zeros(()))
-    run = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, axis_name="data")
+def test_a_state_that_is_closed_over_serves(is_spread: bool):
+    state = POLICY.init(on_mesh(jnp.zeros(COUNT), "data") if is_spread else jnp.zeros(()))
+    run = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), POLICY, axis_name="data")
     mapped = jax.jit(
         jax.shard_map(lambda w: run(state, w).verdict.nonfinite, mesh=mesh("data"), in_specs=P("data"), out_specs=P())
     )
@@ -132,46 +94,27 @@ def test_a_state_that_is_closed_over_serves(policy, is_spread: bool):
 
 
 def test_a_verdict_says_in_words_what_happened():
-    state = POLICY.init(jnp.zeros(()))._replace(scale=jnp.float32(2.0**24))
-    traced = []
+    traced: list[str] = []
 
-    def verdict(nonfinite, spike):
-        made = gradscale_jax.agree(nonfinite, state, POLICY, spike=spike)
+    def verdict(nonfinite, spike, scale=2.0**24, axis=None):
+        state = POLICY.init(jnp.zeros(()))._replace(scale=jnp.float32(scale))
+        made = gradscale_jax.agree(nonfinite, state, POLICY, axis, spike=spike)
         traced.append(str(made))
         return made
 
     for count, spike, words in (
         (0, False, "taken, scale 16777216"),
-        (2, False, "skipped, gradient arrays that are not finite: 2, scale 16777216"),
-        (2, jnp.asarray(True), "skipped, gradient arrays that are not finite: 2, scale 16777216"),
-        *((0, spike, "skipped, a spike, scale 16777216") for spike in (True, np.True_, np.asarray(True))),
+        (2, True, "skipped, gradient arrays that are not finite: 2, scale 16777216"),
+        (0, np.True_, "skipped, a spike, scale 16777216"),
     ):
-        for made in (verdict(jnp.int32(count), spike), jax.jit(verdict)(count, spike)):
+        for made in (verdict(jnp.int32(count), spike), jax.jit(verdict)(np.int32(count), spike)):
             assert str(made) == repr(made) == repr(jax.device_get(made)) == f"Verdict({words})"
-    assert str(jax.tree.map(lambda x: x.dtype, made)) == (
-        "Verdict(nonfinite=dtype('int32'), desynced=dtype('bool'), spike=dtype('bool'))"
-    )
-    assert any("Tracer" in text for text in traced)
-
-    def held(scale):
-        return gradscale_jax.agree(jnp.int32(0), state._replace(scale=scale), POLICY, "ranks")
-
-    several = jax.vmap(held, axis_name="ranks")(jnp.asarray([2.0, 4.0]))
+    assert "Tracer" in traced[1]
+    of_ranks = jax.vmap(lambda scale: verdict(jnp.int32(0), False, scale, "ranks"), axis_name="ranks")
+    several = of_ranks(jnp.asarray([2.0, 4.0]))
     assert str(several).startswith("Verdict(nonfinite=Array([0, 0], dtype=int32), desynced=Array([ True,  True]")
     one = str(jax.tree.map(lambda x: x[0], several))
     assert one == "Verdict(skipped, ranks hold different states; scale from 2.0 to 4.0)"
-
-
-@pytest.mark.tier("ranks")
-def test_nan_debugging_lets_a_compiled_skip_pass():
-    @jax.jit
-    def run(state, w, x):
-        scaled = gradscale_jax.value_and_grad(lambda w: jnp.sum(w * x), POLICY)(state, w)
-        return scaled.state, gradscale_jax.select(scaled.verdict.finite, w - scaled.grads, w)
-
-    with jax.debug_nans(True):
-        state, w = run(POLICY.init(jnp.zeros(())), jnp.ones(2), jnp.asarray([jnp.inf, 1.0]))
-    assert (float(state.scale), w.tolist()) == (32.0, [1.0, 1.0])
 
 
 # A scale of 1, which the policy keeps.
@@ -222,20 +165,18 @@ def test_a_scale_of_1_leaves_every_bit_of_a_gradient(words: list[int]):
 def test_no_gradient_is_multiplied_in_a_compiled_step_whose_policy_keeps_a_scale_of_1(dtype):
     optax, gradient = require("optax"), from_words(WORDS[0])
     product = re.compile(r"= f(?:16|32)\[7\]\S* (?:multiply|divide)\(")
-    for policy in (ONE, TWO):
+    for policy in (ONE, TWO) if dtype is None else (ONE,):
         tx = gradscale_jax.scaled(optax.identity(), policy, dtype=dtype)
         for run, state in ((judged(policy, dtype), policy.init(gradient)), (tx.update, tx.init(gradient))):
             assert bool(product.search(text_of(run, gradient, state))) is (policy is TWO)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_policy_that_keeps_a_scale_of_1_goes_on_with_the_state_of_another_one(compiled: bool):
-    tx = gradscale_jax.scaled(require("optax").sgd(1.0), ONE)
-    update = jax.jit(tx.update) if compiled else tx.update
-    state, seen = tx.init(jnp.zeros(7))._replace(scale_state=TWO.init(jnp.zeros(()))), []
+def test_a_policy_that_keeps_a_scale_of_1_goes_on_with_the_state_of_another_one():
+    tx, other = gradscale_jax.scaled(require("optax").sgd(1.0), ONE), TWO.init(jnp.zeros(()))
+    update, state, seen = jax.jit(tx.update), tx.init(jnp.zeros(7))._replace(scale_state=other), []
     for _ in range(3):
         made, state = update(gradscale_jax.scale(jnp.ones(7), gradscale_jax.scale_state(state)), state)
         seen.append((float(made[0]), float(gradscale_jax.scale_state(state).scale)))
     assert seen == [(0.0, 1.0), (-1.0, 1.0), (-1.0, 1.0)]
-    scaled = gradscale_jax.value_and_grad(lambda w: 3.0 * w, ONE)(TWO.init(jnp.zeros(())), jnp.ones(()))
+    scaled = gradscale_jax.value_and_grad(lambda w: 3.0 * w, ONE)(other, jnp.ones(()))
     assert (float(scaled.grads), bool(scaled.verdict.taken)) == (3.0, True)

@@ -19,18 +19,13 @@ gradscale_jax = importlib.import_module("gradscale_jax")
 P = jax.sharding.PartitionSpec
 
 
-def devices(count: int = COUNT):
-    """Return host devices; fail when JAX was started with fewer, which some earlier import must have done."""
-    found = jax.devices("cpu")
-    if len(found) < count:
-        pytest.fail(f"{count} host devices are needed, got {len(found)}: JAX was started before tests/conftest.py")
-    return list(found[:count])
-
-
 def mesh(*names: str, shape: tuple[int, ...] = (COUNT,), kind: str = "Auto"):
     """Return a mesh of host devices with named axes, for ``jax.shard_map`` and ``NamedSharding``."""
+    found, count = jax.devices("cpu"), math.prod(shape)
+    if len(found) < count:
+        pytest.fail(f"{count} host devices are needed, got {len(found)}: JAX was started before tests/conftest.py")
     kinds = (getattr(jax.sharding.AxisType, kind),) * len(names)
-    return jax.sharding.Mesh(np.asarray(devices(math.prod(shape))).reshape(shape), names, axis_types=kinds)
+    return jax.sharding.Mesh(np.asarray(found[:count]).reshape(shape), names, axis_types=kinds)
 
 
 def on_mesh(x, *spec, kind: str = "Auto"):
