@@ -1,5 +1,6 @@
 """scaler.diagnose: random ones are the model's; one read; what is refused; and what a scaler searches by itself."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ from libraries import Library
 from optimizers import Grouped, Momentum, Parameter, Tree, iterate, iterate_plainly, scaled
 from tiers import examples
 
+import gradscale
 from gradscale import CallOrderError, GradScaler, InvalidTypeError, InvalidValueError
 from gradscale.core.backend import Backend
 from gradscale.tools.callbacks import row_of
@@ -23,21 +25,69 @@ def test_random_diagnoses_of_any_optimizer_are_the_models_and_change_nothing(arr
         diagnoses.check([diagnoses.diagnosed(None, seed, arrays)])
 
 
+def told(name: str, *rank: int, **fields) -> gradscale.ParameterReport:
+    return gradscale.ParameterReport(name, rank, **{"dtype": "float32", "shape": (2, 3), "size": 6} | fields)
+
+
+WEIGHT = told("head.weight", 1, 0, inf=3, zeros=3, largest=0.0, kind="weight")
+LISTED = (
+    told("head.weight", 1, 0, inf=1, nan=2, zeros=1, largest=65504.0),
+    told("long." * 10, 0, 0, shape=(2,), nan=2),
+    told("two\nlines", 0, 1, shape=(), size=1, subnormals=1, largest=0.25),
+    gradscale.ParameterReport("frozen", (0, 0), missing=True),
+    told("rest", 0, 0),
+)
+BROKEN = (WEIGHT, dataclasses.replace(WEIGHT, kind="state", key="exp_avg"), told("state", 0, 0, nan=1, key="['m'][0]"))
+TABLE = """\
+6 of 11 gradients with inf or NaN, iteration 7, scale 1024
+cause: weights. Weights hold NaN.
+
+weights and optimizer state with inf or NaN
+parameter               rank  shape  dtype    inf  nan  largest   zeros  subnormal
+head.weight             1/0   2x3    float32    3    0        0  50.0 %      0.0 %
+exp_avg of head.weight  1/0   2x3    float32    3    0        0  50.0 %      0.0 %
+state['m'][0]           0/0   2x3    float32    0    1     none   0.0 %      0.0 %
+... and 3 more
+
+parameter                                         rank  shape        dtype    inf  nan   largest   zeros  subnormal
+head.weight                                       1/0   2x3          float32    1    2  6.55e+04  16.7 %      0.0 %
+...long.long.long.long.long.long.long.long.long.  0/0   2            float32    0    2      none   0.0 %      0.0 %
+two lines                                         0/1   0-d          float32    0    0      0.25   0.0 %    100.0 %
+frozen                                            0/0   no gradient
+... and 4 more with inf or NaN and 3 more finite parameters"""
+
+
+def test_a_report_is_a_table_of_so_many_rows_and_plain_values():
+    report = gradscale.OverflowReport(LISTED, 1024.0, 7, "weights", "Weights hold NaN.", 4, 2, None, BROKEN, 3)
+    assert report.table(4) == TABLE
+    alone = gradscale.OverflowReport((told("w", largest=2.0),), 1.0, 1, "none", "Fine.")
+    assert str(alone).splitlines()[::4] == [
+        "0 of 1 gradients with inf or NaN, iteration 1",
+        "w          2x3    float32    0    0        2  0.0 %      0.0 %",
+    ]
+    assert alone.table(0).endswith("... and 1 more finite parameter")
+    plain = report.to_dict()
+    assert (plain["cause"], plain["broken"]) == ("weights", [one.to_dict() for one in BROKEN])
+    worst = [plain["entries"][0][name] for name in ("name", "inf", "rank", "shape", "zero_fraction")]
+    assert worst == ["head.weight", 1, [1, 0], [2, 3], 1 / 6]
+    for wrong, error in ((-1, InvalidValueError), (1.5, InvalidTypeError)):
+        with pytest.raises(error, match="limit must be"):
+            report.table(wrong)  # type: ignore[arg-type]
+
+
 SEARCHED = "must be arrays in nested containers, got"
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+# A tree to be diagnosed, or what is told of an optimizer of three parameters.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no optimizer": (object(), "must have param_groups"),
+    "a number among gradients": (Tree([1.5]), "must be an array"),
     "loss": ({"loss": [math.nan, "nan"]}, "loss must hold arrays and numbers, got 'nan' of type str"),
     "count": ({"names": ["a"]}, r"one for each of the optimizer's 3 parameters, got 1;"),
-    "text": ({"names": "abc"}, r"a mapping or strings in the parameters' order, got 'abc'"),
     "set": ({"names": {"a", "b", "c"}}, r"a mapping or strings in the parameters' order, got \{"),
-    "string and number": ({"names": ["a", 3, "c"]}, r"got 3 among them"),
-    "number": ({"names": 3}, r"got 3; pass names=model\.named_parameters\(\)"),
     "others": ({"names": [("a", Parameter())]}, r"got 1 names, and none for .*\[0\]\['params'\]\[0\], .*\[1\];"),
     "no parameter": ({"names": {"a": 3.0}}, r"a string and a parameter with \.grad, got \('a', 3\.0\)"),
     "state=True": ({"state": True}, r"got .*Grouped.*: pass params= and state=, the weights and the optimizer's state"),
     "and params": ({"state": True, "params": np.ones(1)}, "state=True searches .* a mapping named state"),
-    "state": ({"state": "exp_avg"}, f"state {SEARCHED} 'exp_avg' of str"),
     "iterator": ({"state": iter([1.0])}, f"state {SEARCHED} <list_iterator"),
-    "params=True": ({"params": True}, f"params {SEARCHED} True of bool"),
 }
 
 
@@ -45,30 +95,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_told_is_refused_and_nothing_is_touched(arrays: Library, name: str):
     given, said = REFUSED[name]
     scaler, optimizer = GradScaler(), Grouped([arrays.asarray([1.0])], [arrays.asarray([2.0]), None])
+    optimizer, given = (optimizer, given) if isinstance(given, dict) else (given, {})
     with pytest.raises(InvalidValueError if "names" in given else InvalidTypeError, match=said):
         scaler.diagnose(optimizer, **given)
     with pytest.raises(CallOrderError, match="nothing was scaled"):
         scaler.update()
-
-
-def test_what_has_no_gradients_of_one_library_is_refused(strict: Library):
-    without_weights = Grouped([np.ones(1, np.float32)])
-    without_weights.state = {}  # type: ignore[attr-defined]
-    for optimizer, message in (
-        (object(), "must have param_groups"),
-        (Tree([1.5]), "must be an array"),
-        (Tree(np.array(["x"])), "floating array"),
-        (Tree([np.ones(1), strict.asarray([1.0])]), "of one library"),
-        (without_weights, "pass params= and state="),
-    ):
-        with pytest.raises(InvalidTypeError, match=message):
-            GradScaler().diagnose(optimizer, state=optimizer is without_weights)  # type: ignore[arg-type]
-
-
-def test_a_limit_of_rows_that_is_no_whole_number_is_refused():
-    for wrong, error in ((-1, InvalidValueError), (1.5, InvalidTypeError)):
-        with pytest.raises(error, match="limit must be"):
-            GradScaler().diagnose(Tree([])).table(wrong)  # type: ignore[arg-type]
 
 
 def test_gradients_weights_and_state_are_read_at_once(arrays: Library):

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import itertools
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -130,22 +128,13 @@ def _torch() -> Library:
     return Library("torch", xp, halves=("float16", "bfloat16"))
 
 
-_numbers: weakref.WeakKeyDictionary[types.FunctionType, int] = weakref.WeakKeyDictionary()
-_counted = itertools.count()
-
-
-def _number_of(function: types.FunctionType) -> tuple[str, int]:
-    """Return a name for a function, another one for each."""
-    return "function", _numbers.setdefault(function, next(_counted))
-
-
 def _dask() -> Library:
     require("dask")
     import array_api_compat.dask.array as xp
     from dask.tokenize import normalize_token
 
     # It names a task by its function's pickle, which takes longer than the rest of these small graphs.
-    normalize_token.register(types.FunctionType, _number_of)
+    normalize_token.register(types.FunctionType, lambda function: ("function", id(function)))
     return Library("dask", xp, halves=("float16",))
 
 
@@ -218,6 +207,11 @@ ROWS: Sequence[Any] = [
 ]
 
 
+def made(name: str) -> Library:
+    """Return a library as it is."""
+    return _MAKERS[name]()
+
+
 @contextmanager
 def opened(name: str) -> Iterator[Library]:
     """Make a library ready, and yield it.
@@ -230,7 +224,7 @@ def opened(name: str) -> Iterator[Library]:
     - ``jax`` goes through its adapter, with float64; in ``jax-jit`` the pure functions are traced as a whole.
     - ``dask`` goes through the pure core, too, and computes in this thread, where and when a value is asked for.
     """
-    library = _MAKERS[name]()
+    library = made(name)
     with pytest.MonkeyPatch.context() as patch:
         if name in ("numpy-readonly", "torch-core"):
             generic = Backend()
