@@ -1,16 +1,22 @@
 """Ranks that differ tell what each of them holds, wherever they are in their programs; and no rank waits for ever."""
 
-import functools
+import dataclasses
+import enum
+import json
+import os
+import subprocess
+import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import Grouped, Parameter, Tree
-from scenarios import Around, grid_of_threads, raised
+from scenarios import Around, raised
 
 import gradscale
 from gradscale import ScaleState, ShardedGradScaler
@@ -92,31 +98,6 @@ class Step:
             tree.grads = [np.ones(3, np.float32)]
 
 
-TOLD = "scale: 4.0 on rank 0 | 8.0 on rank 1, 2"
-
-
-@pytest.mark.parametrize("early", [0, 1, 2])
-def test_ranks_that_have_sent_more_by_then_are_told_the_same(early: int):
-    """One rank reads the first answer before it sends the second message, and others after three."""
-
-    def rank(group: ThreadCollectives) -> str:
-        step = Step(group, 4.0 if group.rank == 0 else 8.0)
-        third = Tree([np.ones(3, np.float32)])
-
-        def iterate():
-            step.scaler.unscale_(step.one)
-            if group.rank != early:
-                step.scaler.unscale_(step.other)
-                if group.rank != (early + 1) % 3:
-                    step.scaler.unscale_(third)
-            step.scaler.step(step.one)
-
-        told = str(raised(gradscale.ScaleDesyncError, iterate))
-        return told.partition("seen by rank")[2].partition(": ")[2].partition("; settings")[0]
-
-    assert run_ranks(3, rank) == [TOLD] * 3
-
-
 def test_a_message_that_meets_a_rank_which_tells_its_claim_is_an_error_of_its_own():
     """Of another scaler over the group, which holds the same everywhere."""
 
@@ -132,20 +113,6 @@ def test_a_message_that_meets_a_rank_which_tells_its_claim_is_an_error_of_its_ow
             raised(gradscale.ScaleDesyncError, lambda: second.scaler.step(second.one), said)
 
     run_ranks(2, rank)
-
-
-@pytest.mark.parametrize("dying", [0, 1])
-def test_a_rank_that_dies_before_it_tells_its_claim_leaves_the_others_with_their_own(dying: int):
-    def rank(group: ThreadCollectives):
-        step = Step(group, 4.0 * (1 + group.rank))
-        step.scaler.unscale_(step.one)
-        if group.rank == dying:
-            raise ZeroDivisionError
-        step.scaler.step(step.one)
-
-    ended = run_ranks(2, rank, timeout=0.5, return_exceptions=True)
-    assert type(ended[dying]) is ZeroDivisionError
-    assert_unanswered(ended[1 - dying], 4.0 * (2 - dying))
 
 
 def assert_unanswered(error: Exception, scale: float):
@@ -179,48 +146,16 @@ def test_a_wait_without_an_end_ends_when_a_rank_tells(monkeypatch: pytest.Monkey
     assert second is first
 
 
-def test_the_group_of_a_wait_that_ended_waits_for_as_long_as_before():
-    def rank(group: ThreadCollectives):
-        with group.within(0.1), pytest.raises(gradscale.CollectiveTimeoutError, match=r"after 0.1 s|0.1 s"):
-            group.start_max(np.zeros(1, np.int32))()
-        with group.within(60.0), pytest.raises(gradscale.CollectiveTimeoutError, match=r"0.2 s"):
-            group.start_max(np.zeros(1, np.int32))()
-
-    run_ranks(2, lambda group: rank(group) if group.rank else None, timeout=0.2)
-
-
-@pytest.mark.parametrize("size", [2, 64])
-def test_an_error_of_many_ranks_is_as_readable_as_one_of_two(size: int):
-    def rank(group: ThreadCollectives) -> str:
-        step = Step(group, 4.0 if group.rank == size - 2 else 8.0)
-        return str(raised(gradscale.ScaleDesyncError, lambda: step.scaler.step(step.one)))
-
-    texts = run_ranks(size, rank, timeout=120.0)
-    others = "1" if size == 2 else f"0-{size - 3}, {size - 1}"
-    assert {text.partition(f" of {size} in iteration 1: ")[2] for text in texts} == {
-        texts[0].partition(f" of {size} in iteration 1: ")[2]
-    }
-    for text in texts:
-        assert f"4.0 on rank {size - 2}" in text
-        assert f"8.0 on rank {others}" in text
-        assert f"init_scale=4.0 on rank {size - 2}" in text
-        assert len(textwrap.wrap(text, 120)) <= 20
-
-
 def told(**values):
     own = claims.of_numbers(ScaleState(4.0, 0, 0, 0), WORDS, claims.Flags())
     return claims.claimed(own, Claim(Call.STEP)._replace(**values), "DynamicScale()")
 
 
-def test_many_ranks_and_values_are_cut():
+def test_a_difference_of_many_ranks_and_values_is_cut_and_begins_with_what_others_follow_from():
     text = claims.difference({(rank,): told(optimizer=rank % 10) for rank in range(200)})
     assert text.startswith("optimizer: 0 on rank 0, 10, 20, 30, 40, 50, 60, 70 and 12 others | 1 on rank 1, ")
-    assert "7 on rank 7" in text
-    assert "8 on rank 8" not in text
+    assert ("7 on rank 7" in text, "8 on rank 8" in text) == (True, False)
     assert " | and 2 other values (numbered in the order" in text
-
-
-def test_ranks_that_differ_in_all_they_hold_are_told_so_in_20_lines():
     fields = [name for name in Claim._fields if name not in ("call", "settings", "kind")]
     each = {
         (rank,): told(**dict.fromkeys(fields, 10**9 + rank), kind=f"named {'a' * 500 + str(rank)!r}")
@@ -231,44 +166,35 @@ def test_ranks_that_differ_in_all_they_hold_are_told_so_in_20_lines():
     text = claims.difference(each)
     assert len(textwrap.wrap(text, 120)) <= 17
     assert text.endswith("; and also iteration, message, optimizer, scaler, group, settings, steps, max_norm, kind")
-
-
-def test_of_settings_the_words_that_differ_are_told():
-    texts = (
-        "DynamicScale(init_scale=4.0, growth_interval=7), diagnose=False",
-        "DynamicScale(init_scale=4.0), diagnose=False",
-    )
-    held = {(rank,): told() | {"settings": [number, texts[number]]} for rank, number in enumerate((0, 1, 1))}
-    assert claims.difference(held) == f"settings: growth_interval=7 on rank 0 | {texts[1]} on rank 1, 2"
+    # Of ranks at other calls it is told where they are, and nothing that follows from it.
+    text = claims.difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Call.DIAGNOSIS, kind="Tree")})
+    assert [part.partition(":")[0] for part in text.split("; ")] == ["the call itself", "call of the iteration"]
+    # Of settings the words that differ.
+    texts = [f"DynamicScale(init_scale=4.0{more}), diagnose=False" for more in (", growth_interval=7", "")]
+    held = {(rank, 1): told() | {"settings": [number, texts[number]]} for rank, number in enumerate((0, 1, 1))}
+    assert claims.difference(held) == f"settings: growth_interval=7 on rank 0/1 | {texts[1]} on rank 1/1, 2/1"
     # Ranks may write one policy in several ways.
     assert not claims.difference({(rank,): told() | {"settings": [7, f"<Policy at {rank}>"]} for rank in range(3)})
 
 
-def test_an_optimizer_that_gains_parameters_or_a_name_on_one_rank_alone_is_a_difference():
-    def rank(group: ThreadCollectives, *, is_named: bool) -> str:
+@pytest.mark.parametrize(
+    ("is_named", "held"), [(True, "named 'critic'"), (False, "Grouped with 2 param_groups")], ids=["name", "parameters"]
+)
+def test_an_optimizer_that_gains_parameters_or_a_name_on_one_rank_alone_is_a_difference(is_named: bool, held: str):
+    def rank(group: ThreadCollectives):
         scaler, optimizer = ShardedGradScaler(group=group, init_scale=1.0, timeout=5.0), Grouped([np.ones(1)])
-        told = ""
-        for iteration in range(2):
-            scaler.scale(np.float32(1.0))
-            if iteration and group.rank == 0 and is_named:
-                scaler.name(optimizer, "critic")
-            elif iteration and group.rank == 0:
-                optimizer.param_groups.append({"params": [Parameter(np.ones(1))]})
-            try:
-                scaler.step(optimizer)
-                scaler.update()
-            except gradscale.ScaleDesyncError as error:
-                told = str(error)
-        return told
+        scaler.scale(np.float32(1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.scale(np.float32(1.0))
+        if group.rank == 0 and is_named:
+            scaler.name(optimizer, "critic")
+        elif group.rank == 0:
+            optimizer.param_groups.append({"params": [Parameter(np.ones(1))]})
+        said = f"name: {held} on rank 0 | Grouped with 1 param_groups on rank 1"
+        raised(gradscale.ScaleDesyncError, lambda: scaler.step(optimizer), said)
 
-    for is_named, held in ((True, "named 'critic'"), (False, "Grouped with 2 param_groups")):
-        for text in run_ranks(2, functools.partial(rank, is_named=is_named)):
-            assert f"name: {held} on rank 0 | Grouped with 1 param_groups on rank 1" in text
-
-
-def test_of_ranks_at_other_calls_it_is_told_where_they_are_and_nothing_that_follows_from_it():
-    text = claims.difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Call.DIAGNOSIS, kind="Tree")})
-    assert [part.partition(":")[0] for part in text.split("; ")] == ["the call itself", "call of the iteration"]
+    run_ranks(2, rank)
 
 
 class Noting:
@@ -296,41 +222,6 @@ def test_a_read_waits_for_the_ranks_of_each_group_of_a_list():
     assert waited[-2:] == groups
 
 
-def test_ranks_of_a_grid_are_told_by_their_rank_in_each_group():
-    groups = grid_of_threads()
-
-    def rank(collectives: ThreadCollectives) -> str:
-        step = Step(groups(collectives.rank), 8.0 if collectives.rank == 2 else 4.0)
-        error = raised(gradscale.ScaleDesyncError, lambda: step.scaler.step(step.one))
-        return str(error).partition("in iteration 1: ")[2]
-
-    row, column = "scale: 8.0 on rank 0/1 | 4.0 on rank 1/1", "scale: 4.0 on rank 0/0 | 8.0 on rank 0/1"
-    texts = run_ranks(4, rank)
-    assert all(row in text for text in texts)
-    assert [column in text for text in texts] == [True, False, True, False]
-
-
-def test_values_of_ranks_travel_in_messages_of_the_usual_form():
-    """Of any number and length, and none is lost."""
-
-    def rank(group: ThreadCollectives) -> tuple[list[int], list[bytes]]:
-        def carry(values: Sequence[int]) -> list[int]:
-            sent = np.asarray(claims.carrying(WORDS, values), np.int32)
-            assert sent.size == claims.LENGTH
-            agreed = group.start_max(sent)().tolist()
-            assert claims.outcome(agreed, sent.tolist()) is Outcome.ONE_STATE
-            return claims.carried(agreed)
-
-        number = (-1) ** group.rank * (2**31 - group.rank - 1)
-        sent = bytes(range(256)) * group.rank + b"\xff" * (group.rank % 5)
-        return agreement.gather_numbers(number, group, carry), agreement.gather_texts(sent, group, carry)
-
-    for size in (1, 2, 8, 9):
-        numbers = [(-1) ** rank * (2**31 - rank - 1) for rank in range(size)]
-        texts = [bytes(range(256)) * rank + b"\xff" * (rank % 5) for rank in range(size)]
-        assert run_ranks(size, rank) == [(numbers, texts)] * size
-
-
 @given(data=st.data(), state=STATES, values=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=8, max_size=8))
 def test_a_message_that_carries_values_is_taken_for_no_other(data, state, values: list[int]):
     carrying = claims.carrying(WORDS, values)
@@ -349,3 +240,123 @@ def test_a_message_that_carries_values_is_taken_for_no_other(data, state, values
         assert expected in (None, found)
         assert expected is None or claims.outcome(agreed, other) is not Outcome.ONE_STATE
         assert claims.spread_of(agreed, other) == [] or expected is None
+
+
+# What a policy is to other processes.
+
+
+class Slope(enum.Enum):
+    """A setting that is one of a few."""
+
+    FLAT = 0
+    STEEP = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a setting may hold."""
+
+    kind: Any = Slope.FLAT
+    names: Any = ("embedding", "head", "norm", "bias", "router")
+
+
+class Opaque:
+    """An object that says nothing of itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(gradscale.DynamicScale):
+    """A policy with one setting more."""
+
+    setting: Any = None
+    log: Any = dataclasses.field(default_factory=list, compare=False)
+
+
+def by_name():
+    """Return settings, no two of which are equal, made anew."""
+    return {
+        "fraction": 0.1,
+        "complex": 2j,
+        "text": "2",
+        "bytes": b"2",
+        "tuple": (1, 2.5, None),
+        "nested": ((1,), (2.5, None)),
+        "enumeration": Slope.STEEP,
+        "class": Schedule,
+        "NumPy's class": np.float32,
+        "class of the same name": type("float32", (), {}),
+        "dataclass": Schedule(),
+        "other dataclass": Schedule(Slope.STEEP),
+        # No two tuples run together.
+        **{str(one): one for one in [(1, 23), (12, 3), ("1", 23), ((1, 23),), (1, (23,)), ("ab", "c"), ("a", "bc")]},
+        **{str(one): one for one in [("a', 'bc",), ()]},
+    }
+
+
+def made(setting, **settings) -> Own:
+    """Return a policy with a setting."""
+    return Own(setting=setting, log=[object()], **settings)
+
+
+def test_settings_are_told_apart_and_equal_ones_are_not():
+    once, again = ({name: claims.identify(made(setting)) for name, setting in by_name().items()} for _ in range(2))
+    assert once == again
+    assert len(set(once.values())) == len(once), once
+    assert claims.identify(made(None, growth_interval=5)) != claims.identify(made(None, growth_interval=6))
+    assert claims.identify(gradscale.DynamicScale()) != claims.identify(gradscale.StaticScale())
+
+
+def test_neither_the_hash_seed_nor_addresses_make_a_difference():
+    # Addresses differ from process to process.
+    program = "import json, runpy, sys; t = runpy.run_path(sys.argv[1], None, sys.argv[2])"
+    program += "; print(json.dumps([t['claims'].identify(t['made'](one)) for one in t['by_name']().values()]))"
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    printed = subprocess.check_output([sys.executable, "-c", program, __file__, __name__], env=environment, text=True)
+    assert json.loads(printed) == [claims.identify(made(setting)) for setting in by_name().values()]
+
+
+def test_settings_that_compare_equal_are_no_difference():
+    halves, twos = (0.5, np.float32(0.5), Fraction(1, 2)), (2, 2.0, 2 + 0j, np.int64(2))
+    for equal in (halves, twos, (1, True), (0.0, -0.0)):
+        assert len(set(equal)) == 1
+        assert len({claims.identify(made(one)) for one in equal}) == 1, equal
+
+
+def endless():
+    """Return a setting that holds itself."""
+    found = Schedule()
+    object.__setattr__(found, "kind", (found,))
+    return found
+
+
+@dataclasses.dataclass
+class Changeable:
+    """A setting that may differ from one step to the next."""
+
+    factor: float = 1.0
+
+
+MUST = r"the policy Own\.setting must be"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "object": (Opaque(), MUST),
+    "in a tuple": ((1, Opaque()), r"Own\.setting\[1\] must be"),
+    "in a dataclass": (Schedule(Opaque()), r"Own\.setting\.kind must be"),
+    "lambda": (lambda step: step, f"{MUST} .* make it a number, text, bytes, an"),
+    "list": ([1], MUST),
+    "array": (np.zeros(2), MUST),
+    "dataclass that is not frozen": (Changeable(), MUST),
+    "endless": (endless(), "holds itself"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_value_in_another_process_is_refused_by_its_name(name: str):
+    setting, named = REFUSED[name]
+    for construct in (
+        lambda group: gradscale.ShardedGradScaler(group=group, policy=made(setting)),
+        lambda group: gradscale.GroupAgreement(group, made(setting)),
+    ):
+        with pytest.raises(gradscale.InvalidTypeError, match=named):
+            run_ranks(1, construct)
+    # A process alone compares it with nobody's.
+    gradscale.GradScaler(policy=made(setting))
