@@ -118,7 +118,7 @@ class Draw:
 
 
 def drawn(arrays: Library) -> Iterator[Draw]:
-    for seed in range(examples(1000 if arrays.name == "numpy" else 150 if arrays.is_slow else 300)):
+    for seed in range(examples(1000 if arrays.name == "numpy" else 60 if arrays.is_slow else 300)):
         yield Draw(arrays, seed)
 
 
@@ -138,12 +138,8 @@ def test_any_gradients_are_divided_and_counted_as_they_are_stored(arrays: Librar
     for draw in drawn(arrays):
         how = draw.chance.choice(["new", "dtype", "dtype", "out", "themselves"])
         draw.make = list if draw.make is iter and how in ("out", "themselves") else draw.make
-        wanted, options, leaves, targets = (
-            draw.chance.choice([arrays.reals[0], *arrays.reals]),
-            {},
-            draw.leaves,
-            draw.leaves,
-        )
+        wanted, options = draw.chance.choice([arrays.reals[0], *arrays.reals]), {}
+        leaves = targets = draw.leaves
         given = draw.make([leaf.given for leaf in leaves])
         if how == "dtype":
             options["dtype"] = arrays.dtype(wanted)
@@ -199,15 +195,11 @@ Refused = tuple[type[Exception], str, Callable[[], object]]
 
 def refused(arrays: Library, strict: Library, target: Any) -> Iterator[Refused]:
     """Yield calls with the error of each."""
-    x, y, one, yes = (
-        arrays.asarray([8.0]),
-        arrays.asarray([8.0, 8.0]),
-        arrays.asarray(1.0),
-        arrays.asarray(True, "bool"),
-    )
+    x, y, one = arrays.asarray([8.0]), arrays.asarray([8.0, 8.0]), arrays.asarray(1.0)
     stranger = np.ones(2) if arrays.name.startswith("strict") else strict.asarray([1.0, 1.0])
     wide, jagged, integers = (arrays.asarray([1.0, 2.0], dtype) for dtype in ("float64", "complex64", "int32"))
     state = start(arrays, DynamicScale(init_scale=8.0))
+    yes: Any = arrays.asarray(True, "bool")
 
     def unscale(grads, **options):
         return lambda: gradscale.unscale(grads, state, **options)
@@ -217,45 +209,44 @@ def refused(arrays: Library, strict: Library, target: Any) -> Iterator[Refused]:
 
     other = "must be an array of the library .* use one"
     for wrong, message in (
-        ("loss", "output must be an array"),
-        ({"loss": [None, 1.5]}, r"output at \['loss'\]\[1\] must be an array"),
-        *((kind, "output must be an array") for kind in (1j, {1.5})),
-        (np.array([None], dtype=object), r"integer or bool dtype, got dtype\('O'\)"),
-        ({"r": np.zeros(1, dtype=[("x", "f4")])}, r"output at \['r'\] must have a floating"),
-        ({"x": [x, stranger]}, rf"output at \['x'\]\[1\] {other}"),
+        ({"loss": [None, 1.5]}, r" at \['loss'\]\[1\] must be an array .*got 1\.5"),
+        *((kind, " must be an array") for kind in ("loss", 1j, {1.5})),
+        (np.array([None], dtype=object), r" must .* dtype\('O'\)"),
+        ({"x": [x, stranger]}, rf" at \['x'\]\[1\] {other}"),
     ):
         for scale in (GradScaler().scale, lambda outputs: gradscale.scale(outputs, state)):
-            yield InvalidTypeError, message, lambda scale=scale, wrong=wrong: scale(wrong)
-    yield InvalidTypeError, r"gradient must be an array .*got 1\.5", unscale(1.5)
-    yield InvalidTypeError, r"gradient at \['w'\]\[1\] must be an array", unscale({"w": [None, "x"]})
-    yield InvalidTypeError, "gradient must have a floating", unscale(np.array(["x"]))
-    yield InvalidTypeError, rf"gradient at \[1\] {other}", unscale([x, stranger])
+            yield InvalidTypeError, f"output{message}", lambda scale=scale, wrong=wrong: scale(wrong)
+        yield InvalidTypeError, f"gradient{message}", unscale(wrong)
     for dtype in (integers.dtype, jagged.dtype, "no dtype", 3, [1]):
         yield InvalidValueError, "dtype must be a real floating dtype .*got", unscale(x, dtype=dtype)
     yield InvalidValueError, "give dtype= or out=.*not both", unscale([x], out=[x], dtype=x.dtype)
     for out in ([x, x], {"w": x}, x, []):
         yield InvalidValueError, "trees must have one structure", unscale([x], out=out)
-    for bad, message in (
-        *((shape, "out must hold an array of shape") for shape in (arrays.asarray([0.0]), None, 3)),
-        (integers, "out must hold a floating array for each gradient, each once"),
-        (jagged, "out must be complex for a complex gradient"),
+    for error, message, gradient, bad in (
+        *((InvalidValueError, "out must hold an array of shape", y, shape) for shape in (one, None, 3)),
+        (InvalidValueError, "out must hold a floating array for each gradient, each once", y, integers),
+        (InvalidValueError, "out must be complex for a complex gradient", jagged, wide),
+        (InvalidValueError, "out must be complex for a complex gradient", y, jagged),
+        (InvalidValueError, "each once", arrays.asarray([16.0]), target),
+        (InvalidValueError, "stands twice has one array", x, arrays.asarray([0.0])),
+        (InvalidTypeError, "out 1 must be an array", y, 1.5),
+        (InvalidTypeError, "out 1 must be an array of the library", y, stranger),
     ):
-        yield InvalidValueError, message, unscale([x, y], out=[target, bad])
-    yield InvalidValueError, "out must be complex", unscale([x, jagged], out=[target, wide])
-    yield InvalidValueError, "each once", unscale([x, arrays.asarray([16.0])], out=[target, target])
-    yield InvalidValueError, "stands twice has one array", unscale([x, x], out=[target, arrays.asarray([0.0])])
-    yield InvalidTypeError, "out 1 must be an array", unscale([x, y], out=[target, 1.5])
-    yield InvalidTypeError, "out 1 must be an array of the library", unscale([x, y], out=[target, stranger])
+        yield error, message, unscale([x, gradient], out=[target, bad])
     yield InvalidTypeError, r"one dtype leaf by leaf, got .*32 and .*64; cast", select(y, wide)
-    for pair in ((x, y), (x, one)):
-        yield InvalidValueError, "one shape leaf by leaf", select(*pair)
-    for first, second in (([1], [1, 2]), ({"a": 1}, {"b": 1}), ([[1]], [1])):
-        yield InvalidValueError, "one structure", select(first, second)
-    for first, second in ((3, 4), ("adam", "sgd"), (None, 3), (1, True), (1, 1.0), (x, 3)):
-        yield InvalidValueError, "no arrays must be equal", select([first], [second])
-    for pred in (arrays.asarray(1, "int32"), arrays.asarray([True], "bool"), True, 0, None):
-        message = "pred must be a 0-d bool array, such as nonfinite == 0, got"
-        yield InvalidTypeError, message, select([x], [x], pred=pred)
+    for error, message, *pairs in (
+        (InvalidValueError, "one shape leaf by leaf", (x, y), (x, one)),
+        (InvalidValueError, "one structure", ([1], [1, 2]), ({"a": 1}, {"b": 1}), ([[1]], [1])),
+        (InvalidValueError, "no arrays must be equal", (3, 4), ("adam", "sgd"), (None, 3), (1, True), (1, 1.0), (x, 3)),
+    ):
+        for first, second in pairs:
+            yield error, message, select([first], [second])
+    for pred in (arrays.asarray(1, "int32"), arrays.asarray([True], "bool"), True, None):
+        yield (
+            InvalidTypeError,
+            "pred must be a 0-d bool array, such as nonfinite == 0, got",
+            select([x], [x], pred=pred),
+        )
 
 
 def test_what_is_wrong_is_refused_with_its_place_and_nothing_is_written(arrays: Library, strict: Library):
@@ -269,7 +260,7 @@ def test_what_is_wrong_is_refused_with_its_place_and_nothing_is_written(arrays: 
 # Devices, with and without values, and torch's graphs.
 
 
-def test_arrays_stay_on_their_devices_and_are_judged_on_the_states_own(strict: Library):
+def test_arrays_and_states_stay_on_their_devices_and_are_judged_on_the_states_own(strict: Library):
     devices = [strict.xp.Device(name) for name in ("CPU_DEVICE", "device1", "device2", "no_float64")]
 
     def arrays(*values: float):
@@ -281,12 +272,17 @@ def test_arrays_stay_on_their_devices_and_are_judged_on_the_states_own(strict: L
 
     assert_arrays(GradScaler(init_scale=4.0).scale(arrays(0.0, 1.0, 2.0, 3.0)), 0.0, 4.0, 8.0, 12.0)
     for home in devices:
-        state = DynamicScale(init_scale=8.0).init(strict.asarray(0.0, device=home))
+        policy = DynamicScale(init_scale=8.0, growth_interval=1, max_scale=2.0**20, at_min="raise")
+        state = policy.init(strict.asarray(0.0, device=home))
         for bad in range(4):
             values = [math.nan if index == bad else 8.0 for index in range(4)]
             got, nonfinite = gradscale.unscale(arrays(*values), state)
             assert_arrays(got, *(value / 8.0 for value in values))
             assert (nonfinite.device, int(nonfinite)) == (home, 1)
+        for verdict in (0, 1):
+            # It may be on another device.
+            moved = policy.update(state, nonfinite=strict.asarray(verdict, "int32", device=devices[2]))
+            assert {x.device for x in (*moved, *policy.backoff(moved), policy.at_min_scale(moved))} == {home}
         *_, squares = gradscale.Backend().unscale_with_squares(arrays(8.0, 8.0, 16.0, 24.0), state)
         assert (squares.device, float(squares)) == (home, 15.0)
         pred = strict.asarray(False, "bool", device=home)
@@ -309,7 +305,8 @@ def test_on_torch_everything_stays_in_its_graph():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("dtype", ["float16", "float64", "complex64"])
 def test_on_torchs_meta_device_they_give_tensors_of_the_cpus_dtypes_and_shapes(dtype: str):
     torch = require("torch")
 
