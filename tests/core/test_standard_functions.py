@@ -1,9 +1,7 @@
 """What the core asks of a library: exactly what it lists, and no value of a device; what check_library finds."""
 
-import functools
 import math
 import sys
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,18 +10,8 @@ from libraries import Library
 from optimizers import Tree
 
 import gradscale
-from gradscale import (
-    BackendNotAvailableError,
-    DynamicScale,
-    GradScaler,
-    InvalidTypeError,
-    ShardedGradScaler,
-    StaticScale,
-    presets,
-    registry,
-)
+from gradscale import BackendNotAvailableError, DynamicScale, GradScaler, ShardedGradScaler, presets
 from gradscale.core import arithmetic, summaries
-from gradscale.core.arithmetic import device, on
 from gradscale.policies import spikes
 from gradscale.testing import check_library, run_ranks
 
@@ -71,9 +59,9 @@ def _asked_by_gradscale() -> bool:
 @pytest.fixture(autouse=True)
 def _registry_forgets():
     """Make the registry look at each library anew."""
-    registry.refresh()
+    gradscale.registry.refresh()
     yield
-    registry.refresh()
+    gradscale.registry.refresh()
 
 
 @pytest.fixture
@@ -119,21 +107,20 @@ def recorded(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Recorded:
 def policies():
     """Return policies with each setting that computes something of its own."""
     bounds: list[dict[str, Any]] = [{"at_min": "clamp"}, {"at_min": "hold"}, {"at_min": "raise", "max_scale": 2.0**20}]
-    patience: list[dict[str, Any]] = [
+    patience = [
         {"growth_factor": 1.7},
-        {"hysteresis": 3},
         {"hysteresis": 3, "hysteresis_refill": ("growth", "backoff")},
+        {"tolerance": 0.3},
     ]
-    rules = [
-        DynamicScale(growth_after=after, **bound, **own)
-        for after in ("interval", "first_interval_plus_one", "interval_plus_one")
-        for bound, own in zip(bounds, patience, strict=True)
-    ]
-    return [*rules, *(DynamicScale(tolerance=0.3, **bound) for bound in bounds), StaticScale(8.0), presets.chainer()]
+    for after in ("interval", "first_interval_plus_one", "interval_plus_one"):
+        for bound in bounds:
+            for own in patience:
+                yield DynamicScale(growth_after=after, **bound, **own)
+    yield from (gradscale.StaticScale(8.0), presets.chainer())
 
 
 def functional_step(library: Library, policy):
-    """Use each function of the core once, with a clean step and with an overflow; the state after them."""
+    """Use each function of the core once, with a clean step and with an overflow."""
     gradients = [library.asarray([1.0, 2.0], dtype) for dtype in ("float32", "float64", "complex64", "complex128")]
     gradients.append(library.asarray([3], "int32"))
     bad = [library.asarray([math.inf])]
@@ -149,7 +136,6 @@ def functional_step(library: Library, policy):
         policy.update(state, nonfinite=nonfinite != library.asarray(0, "int32"))
         policy.at_min_scale(state)
         arithmetic.fingerprint(state)
-    return state
 
 
 def several_devices(library: Library):
@@ -189,13 +175,18 @@ def train(library: Library, scaler: GradScaler, feature: str):
     assert scaler.get_scale() == 4.0
 
 
+# What looks at a value, on a device or not.
+READS = {"__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__dlpack__", "__buffer__"}
+
+
 @pytest.mark.parametrize("feature", FEATURES)
-def test_each_feature_asks_for_the_listed_functions_and_members_and_no_others(
+def test_each_feature_asks_for_the_listed_functions_and_members_and_no_others_and_the_pure_core_reads_nothing(
     strict: Library, recorded: Recorded, feature: str
 ):
     listed, options = FEATURES[feature]
     for policy in policies() if feature == "core" else ():
-        strict.state(functional_step(strict, policy))
+        functional_step(strict, policy)
+    assert recorded.members.isdisjoint(READS)
     several_devices(strict)
     for options["policy"] in (DynamicScale(at_min="raise"), DynamicScale())[: 1 + (feature == "core")]:
         train(strict, GradScaler(**options), feature)
@@ -207,37 +198,20 @@ def test_each_feature_asks_for_the_listed_functions_and_members_and_no_others(
         assert (recorded.functions, recorded.members) == (LISTED, set(arithmetic.STANDARD_MEMBERS))
 
 
-def test_the_record_sees_a_function_that_the_core_uses_anew(strict: Library, recorded: Recorded):
-    source = "def isfinite_and_more(xp, x):\n    return xp.isfinite(xp.tan(x) ** x)\n"
+def test_the_record_sees_a_function_that_the_core_uses_anew_and_a_read(strict: Library, recorded: Recorded):
+    source = "def isfinite_and_more(xp, x):\n    return bool(xp.isfinite(xp.tan(x) ** x))\n"
     scope: dict[str, Any] = {"__name__": "gradscale.novelty"}
     exec(source, scope)
-    x = strict.asarray([1.0])
+    x = strict.asarray(1.0)
     scope["isfinite_and_more"](x.__array_namespace__(), x)
-    assert (recorded.functions, recorded.members) == ({"isfinite", "tan"}, {"__pow__"})
+    assert (recorded.functions, recorded.members) == ({"isfinite", "tan"}, {"__pow__", "__bool__"})
     # What the test itself uses is not counted.
-    assert (x + x, recorded.members)[1] == {"__pow__"}
-
-
-READS = ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__dlpack__", "__buffer__")
-
-
-def test_the_pure_core_reads_nothing(strict: Library, monkeypatch: pytest.MonkeyPatch):
-    like = strict.asarray(1.0)
-
-    def read(*_args, **_kwargs):
-        raise ZeroDivisionError
-
-    for name in filter(functools.partial(hasattr, type(like)), READS):
-        monkeypatch.setattr(type(like), name, read)
-    for policy in policies():
-        functional_step(strict, policy)
-    with pytest.raises(ZeroDivisionError):
-        bool(like)
+    assert (x + x, len(recorded.members))[1] == 2
 
 
 def test_the_pure_core_of_every_library_passes(arrays: Library):
     check_library(arrays.asarray([1.0, 2.0]))
-    with pytest.raises(InvalidTypeError, match=r"like must be an array.*got 'text'"):
+    with pytest.raises(gradscale.InvalidTypeError, match=r"like must be an array.*got 'text'"):
         check_library("text")  # type: ignore[arg-type]
 
 
@@ -248,20 +222,20 @@ def test_each_function_and_dtype_that_is_missing_is_named(cripple: Callable[...,
         check_library(x)
     if name == "isfinite":
         told = "crippled has no adapter for gradscale, and lacks.*functions isfinite missing: write an adapter"
-        for use in (DynamicScale().init, gradscale.GradScaler().scale):
+        for use in (DynamicScale().init, GradScaler().scale):
             with pytest.raises(BackendNotAvailableError, match=told):
                 use(x)
 
 
-@pytest.mark.parametrize("version", ["2021.12", "2022.12"])
 @pytest.mark.filterwarnings("ignore:The 2021.12 version")
-def test_a_library_of_an_older_standard_is_told_which_one_it_needs(strict: Library, version: str):
+def test_a_library_of_an_older_standard_is_told_which_one_it_needs(strict: Library):
     x = strict.asarray([1.0, 2.0])
     told = r"lacks what .* standard of 2023\.12 or newer, got functions __array_namespace_info__ missing"
-    with strict.xp.ArrayAPIStrictFlags(api_version=version):
-        for use in (DynamicScale().init, gradscale.GradScaler().scale, check_library):
-            with pytest.raises(BackendNotAvailableError, match=told if use is not check_library else "array_namespace"):
-                use(x)
+    for version in ("2021.12", "2022.12"):
+        with strict.xp.ArrayAPIStrictFlags(api_version=version):
+            for use, said in ((DynamicScale().init, told), (GradScaler().scale, told), (check_library, "namespace")):
+                with pytest.raises(BackendNotAvailableError, match=said):
+                    use(x)
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -274,41 +248,19 @@ def test_each_member_that_is_missing_is_named(strict: Library, name: str):
     assert arithmetic.lacks(kind()) == ({} if name == "__int__" else {"members of arrays": [name]})
 
 
-def test_arrays_are_made_on_a_device_only_if_their_library_knows_of_devices(strict: Library):
-    away = strict.xp.Device("device1")
-    x = strict.asarray(1.0, device=away)
-    assert strict.asarray(2.0, **on(device(x))).device == away
-    assert (device(object()), on(device(object()))) == (None, {})
-
-
 def test_a_function_that_does_not_take_what_the_core_gives_is_named(cripple: Callable[..., Any]):
     def stack(_arrays):
         raise ValueError("only twins can be stacked")
 
-    with pytest.raises(
-        BackendNotAvailableError, match=r"crippled fails in gradscale's bits.*only twins can be stacked"
-    ):
+    with pytest.raises(BackendNotAvailableError, match=r"crippled fails in gradscale's bits.*only twins can be"):
         check_library(cripple(stack=stack))
 
 
 # What each function does instead of its own work.
-WRONG = {
-    "all": "any",
-    "logical_not": "itself",
-    "sqrt": "itself",
-    "max": "min",
-    "minimum": "maximum",
-    "zeros_like": "ones_like",
-}
+WRONG = {"all": "any", "logical_not": "itself", "max": "min", "zeros_like": "ones_like"}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_answer_is_found(strict: Library, cripple: Callable[..., Any], name: str):
     with pytest.raises(AssertionError, match="must be"):
         check_library(cripple(**{name: getattr(strict.xp, WRONG[name], lambda x: x)}))
-
-
-def test_libraries_are_called_as_people_write_them():
-    names = {"array_api_compat.numpy": "numpy", "jax.numpy": "jax", "torch": "torch"}
-    names["array_api_compat.dask.array"] = "dask"
-    assert {name: arithmetic.library_name(types.SimpleNamespace(__name__=name)) for name in names} == names
