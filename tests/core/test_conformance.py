@@ -46,13 +46,7 @@ def test_the_pure_core_passes(arrays: Library):
 
 
 @pytest.mark.numpy
-@pytest.mark.parametrize(
-    "name",
-    [
-        "float16",
-        *later("ranks", "float32", "float64", "longdouble", "complex64", "complex128", "bfloat16", "float8_e5m2"),
-    ],
-)
+@pytest.mark.parametrize("name", ["float16", *later("ranks", "float64", "longdouble", "complex64", "bfloat16")])
 def test_numpys_adapter_passes(name: str):
     dtype = np.dtype(getattr(require("ml_dtypes"), name, name))
     check_backend(gradscale.registry.get("numpy"), np.zeros(()), dtypes=[dtype])
@@ -107,22 +101,20 @@ def plus_one(xp, x):
     return xp.asarray(x + xp.full_like(x, 1))
 
 
+def without_out(self: Core, grads: Sequence[Any], state, *, out=None, **options):  # noqa: ARG001
+    return Core.unscale(self, grads, state, **options)
+
+
 WRONG: dict[str, dict[str, Any]] = {
-    "counts one more": answering(lambda xp, _, arrays, count: (arrays, plus_one(xp, count))),
     "counts nothing": answering(lambda xp, _, arrays, count: (arrays, xp.zeros_like(count))),
-    "a count of float32": answering(lambda xp, _, arrays, count: (arrays, xp.astype(count, xp.float32))),
-    "a count with an axis": answering(lambda xp, _, arrays, count: (arrays, xp.reshape(count, (1,)))),
     "forgets an array": answering(lambda _xp, _, arrays, count: (arrays[1:], count)),
     "judges its input": answering(judged_before),
     "divides": {"unscale": divided},
     "judges the first elements": answering(judged_in_part),
     "judges nothing at a scale of 1": {"unscale": unjudged_at_one},
     "ignores the dtype": {"unscale": lambda self, grads, state, **_: Core.unscale(self, grads, state)},
-    "ignores the out": {
-        "unscale": lambda self, grads, state, *, dtype=None, **_: Core.unscale(self, grads, state, dtype=dtype)
-    },
+    "ignores the out": {"unscale": without_out},
     "wrong bits": {"fingerprint": lambda self, state: plus_one(self.arrays.xp, Core.fingerprint(self, state))},
-    "reads floats": {"read": lambda self, x: list(map(float, Core.read(self, x)))},
     "reads backwards": {"read": lambda self, x: Core.read(self, x)[::-1]},
     "wrong integers": {
         "integers": lambda self, values, like: Core.integers(self, [min(value, 2**24) for value in values], like)
@@ -160,10 +152,6 @@ def multiplied(times: int):
     return {"multiply_in_place": multiply_in_place}
 
 
-def single(x):
-    return array_namespace(x).astype(x, array_namespace(x).float32)
-
-
 def overwriting(xp, grads: Sequence[Any], arrays, count):
     for grad in grads:
         grad[...] = xp.ones_like(grad)
@@ -183,7 +171,6 @@ SQUARES, MULTIPLY = "^unscale_with_squares ", "^multiply_in_place "
 # By what is said of them.
 SAID: list[tuple[str, dict[str, Any]]] = [
     (SQUARES, clipping(lambda grads, arrays, count, squares: (arrays, count, squares(grads)))),
-    (SQUARES, clipping(lambda _, arrays, count, squares: (arrays, count, single(squares(arrays))))),
     (SQUARES, clipping(lambda _, arrays, count, squares: (arrays, count, squares(arrays[:-1])))),
     (SQUARES, clipping(lambda grads, arrays, count, squares: (list(grads), count, squares(arrays)))),
     (MULTIPLY, multiplied(2)),
@@ -193,9 +180,9 @@ SAID: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def check_numpy(members: dict[str, Any], *, dtypes: Sequence[Any] | None = None):
+def check_numpy(members: dict[str, Any], dtypes: Sequence[type] = (np.float32,)):
     with opened("numpy") as library:
-        check_backend(type("Adapter", (Core,), members)(library), np.zeros(()), dtypes=dtypes)
+        check_backend(type("Adapter", (Core,), members)(library), np.zeros(()), dtypes=[*map(np.dtype, dtypes)])
 
 
 @pytest.mark.numpy
@@ -205,12 +192,12 @@ def check_numpy(members: dict[str, Any], *, dtypes: Sequence[Any] | None = None)
 )
 def test_a_wrong_adapter_fails(said: str | None, members: dict[str, Any]):
     with pytest.raises(AssertionError, match=said):
-        check_numpy(members, dtypes=[np.dtype(np.float32)] if said else None)
+        check_numpy(members, [np.float32] if said else [np.float32, np.float16])
 
 
 @pytest.mark.numpy
 def test_an_adapter_that_clips_by_itself_passes():
-    check_numpy(RIGHT, dtypes=[np.dtype(np.float32)])
+    check_numpy(RIGHT)
 
 
 @pytest.mark.numpy
@@ -297,9 +284,7 @@ WRONG_GROUPS = {
     "gives another answer when it is finished again": anew,
     "gives each rank its own values back": after(lambda _, x: x),
     "takes the minimum": minimum,
-    "gives a list": after(lambda result, x: gradscale.registry.backend_for(x).read(result)),
     "widens": after(lambda result, x: array_namespace(x).astype(result, array_namespace(x).int64)),
-    "reshapes": after(lambda result, x: array_namespace(x).reshape(result, (-1, 1))),
     "writes to the array sent": after(overwritten),
     "finishes in one buffer": in_one_buffer,
 }
@@ -315,10 +300,9 @@ def test_wrong_collectives_fail(what: str, size: int):
 
 @pytest.mark.numpy
 def test_a_wrong_rank_fails():
-    def wrong(inner: ThreadCollectives) -> Bent:
-        bent = Bent(inner, lambda start, x: start(x))
-        bent.rank += 1
-        return bent
+    def wrong(inner: ThreadCollectives):
+        inner.rank += 1
+        return inner
 
     with opened("numpy") as library, pytest.raises(AssertionError):
         check_on(2, library, wrong)
