@@ -53,13 +53,6 @@ class Fixed:
         raise AssertionError
 
 
-class Unreadable:
-    """An array, as far as its attributes tell."""
-
-    def __array_namespace__(self, api_version: str | None = None):
-        raise RuntimeError(api_version)
-
-
 def with_groups(*groups) -> Grouped:
     """Return an optimizer with these ``param_groups``."""
     optimizer = Grouped()
@@ -111,11 +104,10 @@ def test_a_guard_has_nothing_to_give_back():
 def test_gradients_that_cannot_be_divided_are_refused_and_nothing_is_touched(arrays: Library, of):
     scaler, good = GradScaler(init_scale=4.0), arrays.asarray([8.0])
     scaler.scale(arrays.asarray(1.0))
-    for bad in (65536, True, arrays.asarray([65536, 2], "int32"), Unreadable()):
-        optimizer, is_unreadable = of([good, bad]), type(bad) is Unreadable
-        message = "cannot be read, got AttributeError" if is_unreadable else "1 must have a floating or complex"
+    for bad in (65536, True, arrays.asarray([65536, 2], "int32")):
+        optimizer = of([good, bad])
         for call in (scaler.unscale_, scaler.step):
-            with pytest.raises(InvalidTypeError, match=rf"gradient of {of.__name__}.* {message}"):
+            with pytest.raises(InvalidTypeError, match=rf"gradient of {of.__name__}.* 1 must have a floating"):
                 call(optimizer)
         arrays.assert_array(good, [8.0])
         assert not optimizer.steps

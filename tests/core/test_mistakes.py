@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from interrupts import interrupted_anywhere
-from libraries import Library
 from optimizers import Evaluating, Tree
 
 import gradscale
@@ -37,59 +36,44 @@ def iterate_cleanly(scaler: GradScaler, *optimizers: Tree):
     scaler.update()
 
 
+def assert_order_counts(scaler: GradScaler, optimizers: list[Tree], is_first: bool):
+    """Assert that a rank which steps named optimizers in another order than the others is told so."""
+    with pytest.raises(gradscale.ScaleDesyncError, match=r"named '(generator|critic)'"):
+        iterate_cleanly(scaler, *(optimizers if is_first else reversed(optimizers)))
+
+
 @pytest.mark.numpy
-def test_ranks_may_step_other_classes_under_one_name_and_name_them_in_any_order():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_ranks_may_step_other_classes_under_one_name_and_copies_are_to_be_named_again(copied: Callable[[Any], Any]):
     def rank(group: ThreadCollectives) -> int:
-        scaler = ShardedGradScaler(group=group)
-        optimizers = [Tree(), Other()] if group.rank == 0 else [Other(), Tree()]
-        named = list(zip(optimizers, ("generator", "critic"), strict=True))
-        for optimizer, name in named if group.rank == 0 else reversed(named):
+        scaler, is_first = ShardedGradScaler(group=group), group.rank == 0
+        generator, critic = optimizers = [Tree(), Other()] if is_first else [Other(), Tree()]
+        named = [(generator, "generator"), (critic, "critic")]
+        # In any order; to say it again changes nothing.
+        for optimizer, name in [*named, named[0]] if is_first else reversed(named):
             scaler.name(optimizer, name)
-        iterate_cleanly(scaler, *optimizers)
-        if group.rank == 0:
-            # To say it again changes nothing.
-            scaler.name(optimizers[0], "generator")
         iterate_cleanly(scaler, *optimizers, Tree())
-        scaler.set_group(group)
         # The names go with the scaler to another group.
-        iterate_cleanly(scaler, *optimizers)
+        scaler.set_group(group)
         saved = scaler.state_dict()
-        with pytest.raises(gradscale.ScaleDesyncError, match=r"named '(generator|critic)'"):
-            iterate_cleanly(scaler, *(optimizers if group.rank == 0 else reversed(optimizers)))
+        assert_order_counts(scaler, optimizers, is_first)
         # A checkpoint on every rank mends it.
         scaler.load_state_dict(saved)
         iterate_cleanly(scaler, *optimizers)
-        return sum(optimizer.steps for optimizer in optimizers)
-
-    assert run_ranks(2, rank) == [8, 8]
-
-
-@pytest.mark.numpy
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_of_optimizers_are_to_be_named_again(copied: Callable[[Any], Any], times: int):
-    def rank(group: ThreadCollectives) -> int:
-        scaler, generator, critic, unnamed = ShardedGradScaler(group=group), Tree(), Tree(), Tree()
-        scaler.name(generator, "generator")
-        scaler.name(critic, "critic")
-        iterate_cleanly(scaler, generator, critic, unnamed)
-        for _ in range(times):
-            scaler, generator, critic, unnamed = copied((scaler, generator, critic, unnamed))
-        optimizers = [generator, critic, unnamed]
+        scaler, *optimizers = copied((scaler, *optimizers, unnamed := Tree()))
         scaler.set_group(group)
-        scaler.name(critic, "critic")
-        for optimizer in (generator, unnamed):
-            with pytest.raises(CallOrderError, match=r"or copying.* named \['generator'\], got a Tree "):
+        scaler.name(optimizers[1], "critic")
+        for optimizer in (optimizers[0], unnamed):
+            with pytest.raises(CallOrderError, match=r"or copying.* named \['generator'\], got a (Tree|Other) "):
                 iterate_cleanly(scaler, optimizer)
             # As after any failed agreement.
             scaler.set_group(group)
-        scaler.name(generator, "generator")
+        scaler.name(optimizers[0], "generator")
         iterate_cleanly(scaler, *optimizers)
-        with pytest.raises(gradscale.ScaleDesyncError, match=r"named '(generator|critic)'"):
-            iterate_cleanly(scaler, *(optimizers if group.rank == 0 else reversed(optimizers)))
-        return generator.steps
+        assert_order_counts(scaler, optimizers[:2], is_first)
+        return sum(optimizer.steps for optimizer in optimizers)
 
-    assert run_ranks(2, rank) == [2, 2]
+    assert run_ranks(2, rank) == [7, 7]
 
 
 class Solo:
@@ -149,6 +133,8 @@ def test_calls_inside_of_a_step_are_errors_in_any_thread_but_a_loss_may_be_scale
 
     optimizer = Nested(scaled(scaler))
     scaler.step(optimizer)
+    with pytest.raises(CallOrderError, match=r"was called in step\(\)"):
+        scaler.step(Evaluating(), lambda: scaler.load_state_dict(scaler.state_dict()))
     scaler.on_update = lambda _: scaler.update()
     with pytest.raises(CallOrderError, match=rf"^update\(\) {busy}"):
         scaler.update()
@@ -156,13 +142,6 @@ def test_calls_inside_of_a_step_are_errors_in_any_thread_but_a_loss_may_be_scale
     scaler.on_update = None
     iterate_cleanly(scaler, other := Tree())
     assert scaler.last_step(other).iteration == 2
-
-
-def test_a_load_in_a_closure_is_an_error(arrays: Library):
-    scaler, optimizer = GradScaler(), Evaluating()
-    optimizer.grads = scaled(scaler, arrays.asarray([2.0]))
-    with pytest.raises(CallOrderError, match=r"was called in step\(\)"):
-        scaler.step(optimizer, lambda: scaler.load_state_dict(scaler.state_dict()))
 
 
 def interrupted(call: str, value: float = 2.0, **settings) -> Iterator[GradScaler]:
@@ -180,7 +159,7 @@ def interrupted(call: str, value: float = 2.0, **settings) -> Iterator[GradScale
 
 
 @pytest.mark.numpy
-@pytest.mark.parametrize("call", ["unscale_", "step", "update"])
+@pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_ctrl_c_anywhere_in_a_call_leaves_a_scaler_that_can_be_called(call: str):
     for scaler in interrupted(call):
         scaler.update(4.0)
@@ -208,12 +187,12 @@ def test_no_optimizer_is_stepped_between_an_interrupted_update_and_the_next():
         try:
             scaler.step(other)
         except CallOrderError as error:
-            told.append(str(error))
+            told.append("update() was interrupted" in str(error))
         # The overflow counts if it was judged.
         scaler.update()
         assert scaler.get_scale() == (2.0 if scaler.counts()["overflow"] else 4.0)
     assert told
-    assert all("update() was interrupted" in text for text in told)
+    assert all(told)
 
 
 @pytest.mark.numpy

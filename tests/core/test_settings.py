@@ -9,37 +9,28 @@ from libraries import Library
 from optimizers import Tree, iterate
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StaticScale, StepGuard, StepReport
-from gradscale.scaler.reports import Reports
+from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StepGuard, StepReport
 
 
 def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Library, strict: Library):
-    stranger = np.asarray(3) if arrays.name.startswith("strict") else strict.asarray(3, "int32")
-    scaler = GradScaler()
+    scaler, stranger = GradScaler(), np.asarray(3) if arrays.name.startswith("strict") else strict.asarray(3, "int32")
+    assert scaler.scale([stranger, None]) == [stranger, None]
     count, loss = scaler.scale((stranger, arrays.asarray(2.0)))
     assert count is stranger
     arrays.assert_array(loss, 131072.0)
-    scaler = GradScaler()
-    assert scaler.scale([stranger, None]) == [stranger, None]
-    arrays.assert_array(scaler.scale(arrays.asarray(2.0)), 131072.0)
 
 
-@pytest.mark.parametrize("kind", [gradscale.ScaleUnderflowError, gradscale.TrainingStalledError, KeyboardInterrupt])
-def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum_or_that_all_give_up(strict: Library, kind):
-    is_hidden, gives_up = kind is KeyboardInterrupt, kind is gradscale.TrainingStalledError
-    error = KeyboardInterrupt() if is_hidden else OSError("no space left")
+def test_a_callback_that_raises_does_not_hide_that_all_give_up(strict: Library):
+    error = OSError("no space left")
 
     def fail(_):
         raise error
 
-    policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="clamp" if gives_up else "raise")
-    scaler = GradScaler(policy=policy, on_update=fail, give_up_after=1 if gives_up else None)
-    with pytest.raises(kind) as caught:
+    scaler = GradScaler(on_update=fail, give_up_after=1)
+    with pytest.raises(gradscale.TrainingStalledError) as caught:
         iterate(strict, scaler, Tree(), [math.inf])
-    if not is_hidden:
-        assert (caught.value.__context__, caught.value.__suppress_context__) == (error, False)
-        assert caught.value.__notes__ == ["A callback of on_update has failed, too: OSError('no space left')"]
-    assert scaler.state_dict()["iteration"] == 2
+    assert (caught.value.__context__, caught.value.__suppress_context__) == (error, False)
+    assert caught.value.__notes__ == ["A callback of on_update has failed, too: OSError('no space left')"]
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -91,48 +82,10 @@ def test_a_disabled_scaler_passes_everything_through(arrays: Library, make):
     assert (scaler.get_scale(), scaler.is_enabled(), scaler.history) == (1.0, False, [])
     scaler.load_state_dict({"anything": 1})
     assert scaler.state_dict() == {}
-    with pytest.raises(InvalidValueError, match="growth_factor"):
-        GradScaler(enabled=False, growth_factor=0.5)
-
-
-@pytest.mark.parametrize("make", [GradScaler, StepGuard])
-def test_a_disabled_scaler_refuses_no_step_and_talks_to_no_group(make):
-    scaler, optimizer = make(enabled=False), Tree([np.ones(1, np.float32)])
-    with pytest.raises(InvalidValueError, match="a disabled scaler makes every step"):
-        scaler.refuse(optimizer)
-    with pytest.raises(InvalidValueError, match="a disabled scaler talks to no group"):
-        scaler.unscale_(optimizer, max_norm=1.0, norm_over="group")
-
-
-def test_gradients_of_before_a_load_tell_nothing_of_the_loaded_scale(arrays: Library):
-    scaler, optimizer = GradScaler(policy=StaticScale(1.0)), Tree([arrays.asarray([1.0])])
-    scaler.scale(arrays.asarray(1.0))
-    scaler.load_state_dict(scaler.state_dict() | {"scale": 1024.0})
-    for gradient in (1.0, 1024.0):
-        optimizer.grads = [arrays.asarray([gradient])]
-        scaler.step(optimizer)
-        arrays.assert_array(optimizer.grads[0], [1.0])
-        scaler.update()
-        scaler.scale(arrays.asarray(1.0))
-
-
-def test_whoever_wants_reports_has_each_step_read_in_that_step():
-    for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}, {"give_up_after": 2}):
-        assert Reports(options).wants_each_step  # type: ignore[arg-type]
-    assert not Reports({}).wants_each_step
-
-
-def test_a_new_scale_is_set_in_spite_of_an_overflow_at_the_minimum(strict: Library):
-    scaler = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise"))
-    scaler.step(Tree([scaler.scale(strict.asarray([math.inf]))]))
-    scaler.update(16.0)
-    assert scaler.get_scale() == 16.0
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_new_scale_may_be_an_array_of_one_element_of_each_library(arrays: Library, shape: tuple[int, ...]):
-    scaler = GradScaler()
-    for number, dtype in enumerate((*arrays.reals, "int32")):
-        scaler.update(arrays.xp.full(shape, 96 + number, dtype=arrays.dtype(dtype)))
-        assert scaler.get_scale() == 96.0 + number
-    arrays.assert_array(scaler.scale(arrays.asarray(2.0)), 2.0 * (96 + number))
+    for call, said in (
+        (lambda: scaler.refuse(optimizer), "a disabled scaler makes every step"),
+        (lambda: scaler.unscale_(optimizer, max_norm=1.0, norm_over="group"), "a disabled scaler talks to no group"),
+        (lambda: GradScaler(enabled=False, growth_factor=0.5), "growth_factor"),
+    ):
+        with pytest.raises(InvalidValueError, match=said):
+            call()
