@@ -30,6 +30,15 @@ def test_so_many_optimizers_that_none_is_ever_judged_are_told_of(monkeypatch: py
         iterate_plainly(scaler, kept[-1])
 
 
+def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values():
+    scaler, other = (gradscale.GradScaler(skip=gradscale.SkipSpikes(window=n, of="loss")) for n in (8, 4))
+    for loss in (1.0, 2.0, 3.0, 4.0, 5.0):
+        iterate_plainly(scaler, Tree(), loss=loss)
+    other.load_state_dict(scaler.state_dict())
+    iterate_plainly(other, Tree(), loss=6.0)
+    assert other.state_dict()["spikes"][0]["loss"]["values"] == [3.0, 4.0, 5.0, 6.0]
+
+
 def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle():
     class Cyclic(Tree):
         def __init__(self):
@@ -92,12 +101,14 @@ def test_what_a_guard_shows_and_logs_speaks_of_no_scale(caplog: pytest.LogCaptur
     assert repr(guard).startswith("StepGuard(skip=SkipSpikes(window=8")
 
 
-def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale():
+@pytest.mark.parametrize("is_met", [False, True], ids=["new", "used"])
+def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(is_met: bool):
     scaler, optimizer = gradscale.GradScaler(init_scale=1024.0, skip=RULE), Tree()
     for value in (1.0, 1.0, np.inf, 1.0):
         iterate_plainly(scaler, optimizer, value)
     guard, other, saved = StepGuard(skip=RULE), Tree(), scaler.state_dict()
-    iterate_plainly(guard, other, 1.0)
+    if is_met:
+        iterate_plainly(guard, other, 1.0)
     guard.load_state_dict(saved)
     held = guard.state_dict()
     assert [held[name] == saved[name] for name in ("iteration", "counts", "spikes", "scale")] == [True] * 3 + [False]

@@ -9,7 +9,8 @@ from libraries import Library
 from optimizers import Tree, iterate
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StepGuard, StepReport
+from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StaticScale, StepGuard, StepReport
+from gradscale.scaler.reports import Reports
 
 
 def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Library, strict: Library):
@@ -89,3 +90,37 @@ def test_a_disabled_scaler_passes_everything_through(arrays: Library, make):
     ):
         with pytest.raises(InvalidValueError, match=said):
             call()
+
+
+def test_gradients_of_before_a_load_tell_nothing_of_the_loaded_scale(arrays: Library):
+    scaler, optimizer = GradScaler(policy=StaticScale(1.0)), Tree()
+    scaler.scale(arrays.asarray(1.0))
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 1024.0})
+    for gradient in (1.0, 1024.0):
+        optimizer.grads = [arrays.asarray([gradient])]
+        scaler.step(optimizer)
+        arrays.assert_array(optimizer.grads[0], [1.0])
+        scaler.update()
+        scaler.scale(arrays.asarray(1.0))
+
+
+def test_whoever_wants_reports_has_each_step_read_in_that_step():
+    for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}, {"give_up_after": 2}):
+        assert Reports(options).wants_each_step  # type: ignore[arg-type]
+    assert not Reports({}).wants_each_step
+
+
+def test_a_new_scale_is_set_in_spite_of_an_overflow_at_the_minimum(strict: Library):
+    scaler = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise"))
+    scaler.step(Tree([scaler.scale(strict.asarray([math.inf]))]))
+    scaler.update(16.0)
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_new_scale_may_be_an_array_of_one_element_of_each_library(arrays: Library, shape: tuple[int, ...]):
+    scaler = GradScaler()
+    for number, dtype in enumerate((*arrays.reals, "int32")):
+        scaler.update(arrays.xp.full(shape, 96 + number, dtype=arrays.dtype(dtype)))
+        assert scaler.get_scale() == 96.0 + number
+    arrays.assert_array(scaler.scale(arrays.asarray(2.0)), 2.0 * (96 + number))

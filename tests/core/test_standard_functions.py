@@ -112,10 +112,10 @@ def policies():
         {"hysteresis": 3, "hysteresis_refill": ("growth", "backoff")},
         {"tolerance": 0.3},
     ]
-    for after in ("interval", "first_interval_plus_one", "interval_plus_one"):
-        for bound in bounds:
-            for own in patience:
-                yield DynamicScale(growth_after=after, **bound, **own)
+    afters = ("interval", "first_interval_plus_one", "interval_plus_one")
+    for after, bound in zip(afters, bounds, strict=True):
+        for own in patience:
+            yield DynamicScale(growth_after=after, **bound, **own)
     yield from (gradscale.StaticScale(8.0), presets.chainer())
 
 
