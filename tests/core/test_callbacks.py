@@ -13,7 +13,7 @@ import pytest
 from optimizers import Tree
 
 import gradscale
-from gradscale import InvalidTypeError, InvalidValueError
+from gradscale import GradScaler, InvalidTypeError, InvalidValueError
 from gradscale.errors import LogWriteError
 from gradscale.scaler.reports import StepReport, UpdateReport
 from gradscale.tools.callbacks import JSONLines, LogUpdates, TensorBoard, read_log
@@ -108,9 +108,7 @@ def test_skips_and_scales_are_told_and_written_with_the_worst_parameters_and_the
     schedule = type("Schedule", (), {"steps": 0, "step": lambda self: setattr(self, "steps", self.steps + 1)})()
     rule = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
     with JSONLines(path) as lines:
-        scaler = gradscale.GradScaler(
-            growth_interval=4, skip=rule, on_skip=log, on_update=[log, lines], diagnose="on_overflow"
-        )
+        scaler = GradScaler(growth_interval=4, skip=rule, on_skip=log, on_update=[log, lines], diagnose="on_overflow")
         plan = [*[("step", 1.0, "")] * 4, ("step", 9.0, ""), ("step", 1.0, "b"), ("step", 1.0, "abcd")]
         plan += [("step", np.nan, "bc"), ("refuse", 1.0, ""), ("unscale_", 1.0, "a"), ("load", 1.0, "")]
         for call, loss, bad in plan:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import Grouped, Parameter, Tree
-from scenarios import Around, raised
+from scenarios import Alone, Around, raised
 
 import gradscale
 from gradscale import ScaleState, ShardedGradScaler
@@ -197,24 +198,20 @@ def test_an_optimizer_that_gains_parameters_or_a_name_on_one_rank_alone_is_a_dif
     run_ranks(2, rank)
 
 
-class Noting:
-    """A group of this process alone, which notes that somebody waits for its ranks."""
+class Noting(Alone):
+    """Notes that somebody waits for its ranks."""
 
-    rank, size = 0, 1
-
-    def __init__(self, waited: "list[Noting]"):
+    def __init__(self, waited: list[Any]):
         self.waited = waited
 
     def start_max(self, x: np.ndarray, /):
-        def finish() -> np.ndarray:
-            return x.copy()
-
-        vars(finish)["wait"] = lambda: self.waited.append(self)
+        finish = functools.partial(np.copy, x)
+        vars(finish)["wait"] = functools.partial(self.waited.append, self)
         return finish
 
 
 def test_a_read_waits_for_the_ranks_of_each_group_of_a_list():
-    waited: list[Noting] = []
+    waited: list[Any] = []
     groups = [Noting(waited), Noting(waited)]
     step = Step(groups, 4.0)
     waited.clear()
@@ -225,15 +222,14 @@ def test_a_read_waits_for_the_ranks_of_each_group_of_a_list():
 @given(data=st.data(), state=STATES, values=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=8, max_size=8))
 def test_a_message_that_carries_values_is_taken_for_no_other(data, state, values: list[int]):
     carrying = claims.carrying(WORDS, values)
-    others = [
-        claims.of_numbers(state, WORDS, claims.Flags()),
-        claims.telling(),
-        claims.failure(WORDS, 1),
-        claims.carrying(claims.hash_of(Claim(Call.NORM)), values),
-        data.draw(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=claims.LENGTH, max_size=claims.LENGTH)),
-    ]
-    wanted = [Outcome.DIFFERENT, Outcome.TOLD, Outcome.FAILED, Outcome.DIFFERENT, None]
-    for other, expected in zip(others, wanted, strict=True):
+    drawn = data.draw(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=claims.LENGTH, max_size=claims.LENGTH))
+    for other, expected in (
+        (claims.of_numbers(state, WORDS, claims.Flags()), Outcome.DIFFERENT),
+        (claims.telling(), Outcome.TOLD),
+        (claims.failure(WORDS, 1), Outcome.FAILED),
+        (claims.carrying(claims.hash_of(Claim(Call.NORM)), values), Outcome.DIFFERENT),
+        (drawn, None),
+    ):
         agreed = maximum([carrying, other])
         found = claims.outcome(agreed, carrying)
         assert found is not Outcome.ONE_STATE
@@ -298,27 +294,18 @@ def made(setting, **settings) -> Own:
     return Own(setting=setting, log=[object()], **settings)
 
 
-def test_settings_are_told_apart_and_equal_ones_are_not():
-    once, again = ({name: claims.identify(made(setting)) for name, setting in by_name().items()} for _ in range(2))
-    assert once == again
-    assert len(set(once.values())) == len(once), once
+def test_settings_are_told_apart_and_equal_ones_are_not_in_any_process():
+    found = {name: claims.identify(made(setting)) for name, setting in by_name().items()}
+    assert len(set(found.values())) == len(found), found
     assert claims.identify(made(None, growth_interval=5)) != claims.identify(made(None, growth_interval=6))
     assert claims.identify(gradscale.DynamicScale()) != claims.identify(gradscale.StaticScale())
-
-
-def test_neither_the_hash_seed_nor_addresses_make_a_difference():
-    # Addresses differ from process to process.
+    # Neither the hash seed nor addresses make a difference.
     program = "import json, runpy, sys; t = runpy.run_path(sys.argv[1], None, sys.argv[2])"
-    program += "; print(json.dumps([t['claims'].identify(t['made'](one)) for one in t['by_name']().values()]))"
+    program += "; print(json.dumps({k: t['claims'].identify(t['made'](x)) for k, x in t['by_name']().items()}))"
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     printed = subprocess.check_output([sys.executable, "-c", program, __file__, __name__], env=environment, text=True)
-    assert json.loads(printed) == [claims.identify(made(setting)) for setting in by_name().values()]
-
-
-def test_settings_that_compare_equal_are_no_difference():
-    halves, twos = (0.5, np.float32(0.5), Fraction(1, 2)), (2, 2.0, 2 + 0j, np.int64(2))
-    for equal in (halves, twos, (1, True), (0.0, -0.0)):
-        assert len(set(equal)) == 1
+    assert json.loads(printed) == found
+    for equal in ((0.5, np.float32(0.5), Fraction(1, 2)), (2, 2.0, 2 + 0j, np.int64(2)), (1, True), (0.0, -0.0)):
         assert len({claims.identify(made(one)) for one in equal}) == 1, equal
 
 

@@ -8,7 +8,7 @@ from libraries import Library
 from optimizers import Evaluating, Tree
 
 import gradscale
-from gradscale import GradscaleError, GradScaler
+from gradscale import GradscaleError, GradScaler, InvalidTypeError
 
 
 def test_a_closure_is_found_among_arguments_which_reach_the_optimizer_as_its_own_do_the_closure(arrays: Library):
@@ -37,14 +37,12 @@ def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed
     loss = scaler.scale(arrays.asarray(1.0))
     optimizer.grads = [arrays.asarray([8.0])]
     for args, kwargs in (((loss,), {}), ((), {"closure": loss}), ((1.0,), {})):
-        with pytest.raises(
-            gradscale.InvalidTypeError, match=r"a closure must be a function, got .*a loss goes to scale\(\)$"
-        ):
+        with pytest.raises(InvalidTypeError, match=r"a closure must be a function, got .*a loss goes to scale\(\)$"):
             scaler.step(optimizer, *args, **kwargs)
     arrays.assert_array(optimizer.grads[0], [8.0])
     # As torch's schedulers wrap it.
     optimizer.step = lambda self, closure: None  # type: ignore[assignment]  # noqa: ARG005
-    with pytest.raises(gradscale.InvalidTypeError, match=r"a closure must be a function, got "):
+    with pytest.raises(InvalidTypeError, match=r"a closure must be a function, got "):
         scaler.step(optimizer, loss)
     assert scaler.step(Rated([arrays.asarray([8.0])]), 0.5) == 0.5
 

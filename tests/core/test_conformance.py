@@ -97,6 +97,10 @@ def seeing(change):
     return {"summarize": summarize}
 
 
+def flushed(xp, x):
+    return xp.where(xp.abs(x) < xp.full_like(x, xp.finfo(x.dtype).smallest_normal), xp.zeros_like(x), x)
+
+
 def plus_one(xp, x):
     return xp.asarray(x + xp.full_like(x, 1))
 
@@ -119,15 +123,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "wrong integers": {
         "integers": lambda self, values, like: Core.integers(self, [min(value, 2**24) for value in values], like)
     },
-    "misses subnormals": seeing(
-        lambda xp, x: xp.where(xp.abs(x) < xp.full_like(x, xp.finfo(x.dtype).smallest_normal), xp.zeros_like(x), x)
-    ),
+    "misses subnormals": seeing(flushed),
     "misses the last": seeing(lambda xp, x: xp.reshape(x, (-1,))[: max(0, math.prod(x.shape) - 1)]),
-    "ignores the count": {
-        "update": lambda self, policy, state, nonfinite: policy.update(
-            state, nonfinite=self.arrays.xp.zeros_like(nonfinite)
-        )
-    },
+    "ignores the count": {"update": lambda _, policy, state, n: policy.update(state, nonfinite=np.zeros_like(n))},
     "clips to another norm": {"clip_factor": lambda self, squares, _: Core.clip_factor(self, squares, 1.0)},
     "wrong example": {"example": lambda self: self.arrays.xp.zeros((), dtype=self.arrays.xp.float64)},
 }

@@ -14,7 +14,15 @@ from optimizers import Tree, iterate, iterate_plainly
 from scenarios import grid_of_threads
 
 import gradscale
-from gradscale import BackendError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler, presets
+from gradscale import (
+    BackendError,
+    CallOrderError,
+    DynamicScale,
+    GradScaler,
+    InvalidTypeError,
+    ShardedGradScaler,
+    presets,
+)
 from gradscale.core.backend import Backend
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32
 from gradscale.scaler.agreement import Agreement
@@ -87,13 +95,11 @@ def test_gradients_that_were_partly_unscaled_are_not_unscaled_again():
     with pytest.raises(KeyboardInterrupt):
         scaler.step(optimizer)
     for call in (scaler.step, scaler.unscale_, lambda _: scaler.update()):
-        with pytest.raises(
-            gradscale.CallOrderError, match=r"could not be unscaled completely.*update\(get_scale\(\)\)"
-        ):
+        with pytest.raises(CallOrderError, match=r"could not be unscaled completely.*update\(get_scale\(\)\)"):
             call(optimizer)
     assert [grad[0] for grad in optimizer.grads] == [1.0, 65536.0]
     assert optimizer.steps == 0
-    with pytest.raises(gradscale.CallOrderError, match="the middle of iteration 1"):
+    with pytest.raises(CallOrderError, match="the middle of iteration 1"):
         pickle.dumps(scaler)
     # Both ways out; the second keeps nothing of the iteration.
     scaler.update(scaler.get_scale())
@@ -203,7 +209,7 @@ def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: l
                 scaler.load_state_dict(saved | ({} if way == "load" else {"scale": 1.0}))
             elif way == "copy":
                 scaler = copy.deepcopy(scaler)
-        with pytest.raises(gradscale.CallOrderError, match=r"scale\(\) has never been called on any rank since"):
+        with pytest.raises(CallOrderError, match=r"scale\(\) has never been called on any rank since"):
             scaler.step(optimizer)
         optimizer = begin(scaler)
         scaler.step(optimizer)
@@ -228,7 +234,7 @@ def test_a_failed_step_can_be_made_again_but_not_with_the_gradients_of_another_l
         optimizer.fails = False
         if scales_again:
             scaler.scale(np.float32(1.0))
-            with pytest.raises(gradscale.CallOrderError, match=r"has failed, .* update\(get_scale\(\)\)"):
+            with pytest.raises(CallOrderError, match=r"has failed, .* update\(get_scale\(\)\)"):
                 scaler.step(optimizer)
             scaler.update(scaler.get_scale())
             optimizer.grads = begin(scaler).grads

@@ -92,9 +92,8 @@ class Draw:
     def flushed(self, x):
         if not self.arrays.flushes_subnormals or x.dtype not in (np.float32, np.complex64):
             return x
-        real, imag = (
-            np.where(np.abs(part) < SMALLEST, np.copysign(np.float32(0.0), part), part) for part in (x.real, x.imag)
-        )
+        zero, both = np.float32(0.0), (x.real, x.imag)
+        real, imag = (np.where(np.abs(part) < SMALLEST, np.copysign(zero, part), part) for part in both)
         return real + 1j * imag if x.dtype == np.complex64 else real
 
     def is_finite(self, leaf: Leaf, got: Any, factors: tuple[float, ...], dtype: str) -> bool:
@@ -241,12 +240,9 @@ def refused(arrays: Library, strict: Library, target: Any) -> Iterator[Refused]:
     ):
         for first, second in pairs:
             yield error, message, select([first], [second])
+    message = "pred must be a 0-d bool array, such as nonfinite == 0, got"
     for pred in (arrays.asarray(1, "int32"), arrays.asarray([True], "bool"), True, None):
-        yield (
-            InvalidTypeError,
-            "pred must be a 0-d bool array, such as nonfinite == 0, got",
-            select([x], [x], pred=pred),
-        )
+        yield InvalidTypeError, message, select([x], [x], pred=pred)
 
 
 def test_what_is_wrong_is_refused_with_its_place_and_nothing_is_written(arrays: Library, strict: Library):
@@ -286,9 +282,7 @@ def test_arrays_and_states_stay_on_their_devices_and_are_judged_on_the_states_ow
         *_, squares = gradscale.Backend().unscale_with_squares(arrays(8.0, 8.0, 16.0, 24.0), state)
         assert (squares.device, float(squares)) == (home, 15.0)
         pred = strict.asarray(False, "bool", device=home)
-        assert_arrays(
-            gradscale.select(pred, arrays(1.0, 1.0, 1.0, 1.0), arrays(2.0, 2.0, 2.0, 2.0)), 2.0, 2.0, 2.0, 2.0
-        )
+        assert_arrays(gradscale.select(pred, arrays(*[1.0] * 4), arrays(*[2.0] * 4)), *[2.0] * 4)
 
 
 @pytest.mark.torch

@@ -28,13 +28,9 @@ class Adapter(Backend):
     name = "mine"
 
 
-class Lookalike:
-    """What has the methods of an adapter, and is none."""
-
-    name = "mine"
-    read, unscale, placement, example, fingerprint = (
-        *(Backend.read, Backend.unscale, Backend.placement, Backend.example, Backend.fingerprint),
-    )
+# What has the methods of an adapter, and is none.
+METHODS = ("read", "unscale", "placement", "example", "fingerprint")
+Lookalike = type("Lookalike", (), {"name": "mine"} | {name: getattr(Backend, name) for name in METHODS})
 
 
 @pytest.fixture

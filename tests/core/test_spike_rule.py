@@ -50,9 +50,8 @@ def test_any_run_of_one_or_several_quantities_is_that_of_exact_numbers(arrays: L
     counts: collections.Counter[bool] = collections.Counter()
     for seed in range(examples(500 if arrays.name == "numpy" else 30 if arrays.is_slow else 60)):
         chance = random.Random(seed)
-        size, dtype = chance.choice(
-            [*((1.0, name) for name in arrays.reals), (2.0**100, "float32"), (2.0**-100, "float32")]
-        )
+        kinds = [(1.0, name) for name in arrays.reals] + [(2.0**k, "float32") for k in (100, -100)]
+        size, dtype = chance.choice(kinds)
         rule, several = draw_rule(chance, size), chance.choice([1, 3])
         memories, state = [Memory(rule) for _ in range(several)], rule.init(arrays.asarray(0.0))
         if several > 1:

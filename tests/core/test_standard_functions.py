@@ -138,19 +138,6 @@ def functional_step(library: Library, policy):
         arithmetic.fingerprint(state)
 
 
-def several_devices(library: Library):
-    """Use gradients, a verdict and a predicate on another device than the state's."""
-    away = library.xp.Device("device1")
-    gradients = [library.asarray([1.0, 2.0]), library.asarray([1.0], device=away)]
-    policy = DynamicScale()
-    state = policy.init(gradients[0])
-    gradscale.scale(gradients, state)
-    unscaled, nonfinite = gradscale.unscale(gradients, state)
-    assert nonfinite.shape == ()
-    gradscale.select(library.asarray(True, "bool", device=away), unscaled, gradients)
-    policy.update(state, nonfinite=library.asarray(0, "int32", device=away))
-
-
 def train(library: Library, scaler: GradScaler, feature: str):
     """Use the scaler's whole protocol, gradients of each kind on two devices, and what it saves."""
     away, optimizer = library.xp.Device("device1"), Tree()
@@ -187,7 +174,6 @@ def test_each_feature_asks_for_the_listed_functions_and_members_and_no_others_an
     for policy in policies() if feature == "core" else ():
         functional_step(strict, policy)
     assert recorded.members.isdisjoint(READS)
-    several_devices(strict)
     for options["policy"] in (DynamicScale(at_min="raise"), DynamicScale())[: 1 + (feature == "core")]:
         train(strict, GradScaler(**options), feature)
         run_ranks(2, lambda group: train(strict, ShardedGradScaler(group=group, **options), feature))
