@@ -220,15 +220,16 @@ def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: l
 
 def test_a_failed_step_can_be_made_again_but_not_with_the_gradients_of_another_loss():
     class Failing(Tree):
+        fails = True
+
         def step(self, *_):
             if self.fails:
                 raise MemoryError
             return super().step()
 
     for scales_again in (False, True):
-        scaler, optimizer = GradScaler(), Failing()
-        scaler.scale(np.float32(1.0))
-        optimizer.grads, optimizer.fails = [np.full(3, 65536.0, np.float32)], True
+        scaler = GradScaler()
+        optimizer = Failing(begin(scaler).grads)
         with pytest.raises(MemoryError):
             scaler.step(optimizer)
         optimizer.fails = False
