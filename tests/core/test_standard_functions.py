@@ -12,6 +12,7 @@ from optimizers import Tree
 import gradscale
 from gradscale import BackendNotAvailableError, DynamicScale, GradScaler, ShardedGradScaler, presets
 from gradscale.core import arithmetic, summaries
+from gradscale.core.arithmetic import device, on
 from gradscale.policies import spikes
 from gradscale.testing import check_library, run_ranks
 
@@ -232,6 +233,13 @@ def test_each_member_that_is_missing_is_named(strict: Library, name: str):
     # The host reads whole arrays, where they can be read so.
     kind.tolist = ()
     assert arithmetic.lacks(kind()) == ({} if name == "__int__" else {"members of arrays": [name]})
+
+
+def test_arrays_are_made_on_a_device_only_if_their_library_knows_of_devices(strict: Library):
+    away = strict.xp.Device("device1")
+    x = strict.asarray(1.0, device=away)
+    assert strict.asarray(2.0, **on(device(x))).device == away
+    assert (device(object()), on(device(object()))) == (None, {})
 
 
 def test_a_function_that_does_not_take_what_the_core_gives_is_named(cripple: Callable[..., Any]):

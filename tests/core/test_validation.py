@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from optimizers import Tree
 from scenarios import Alone
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler, SkipSpikes
+from gradscale.core import validation
 
 NAN, INF = math.nan, math.inf
 
@@ -126,6 +129,17 @@ def test_a_backend_is_named_with_the_nearest():
         with pytest.raises((gradscale.BackendError, gradscale.BackendNotAvailableError), match=said):
             GradScaler(backend=backend)
     assert GradScaler(enabled=np.False_).is_enabled() is False  # type: ignore[arg-type]
+
+
+@given(st.floats(1.0, validation.LARGEST_FLOAT32, exclude_min=True))
+def test_the_largest_with_finite_product_is_the_largest(factor: float):
+    largest = np.float32(validation.largest_with_finite_product(factor))
+    with np.errstate(over="ignore"):
+        # A library without float64 multiplies by the factor as a float32.
+        factor = max(factor, float(np.float32(factor)))
+        assert np.isfinite(np.float32(np.float64(largest) * factor))
+        above = np.nextafter(largest, np.float32(np.inf))
+        assert not np.isfinite(above) or not np.isfinite(np.float32(np.float64(above) * factor))
 
 
 def test_a_name_that_is_no_option_and_a_class_or_a_name_in_place_of_a_policy_are_errors():
