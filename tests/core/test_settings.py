@@ -21,17 +21,22 @@ def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Libr
     arrays.assert_array(loss, 131072.0)
 
 
-def test_a_callback_that_raises_does_not_hide_that_all_give_up(strict: Library):
-    error = OSError("no space left")
+@pytest.mark.parametrize("kind", [gradscale.ScaleUnderflowError, gradscale.TrainingStalledError, KeyboardInterrupt])
+def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum_or_that_all_give_up(strict: Library, kind):
+    is_hidden, gives_up = kind is KeyboardInterrupt, kind is gradscale.TrainingStalledError
+    error = KeyboardInterrupt() if is_hidden else OSError("no space left")
 
     def fail(_):
         raise error
 
-    scaler = GradScaler(on_update=fail, give_up_after=1)
-    with pytest.raises(gradscale.TrainingStalledError) as caught:
+    policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="clamp" if gives_up else "raise")
+    scaler = GradScaler(policy=policy, on_update=fail, give_up_after=1 if gives_up else None)
+    with pytest.raises(kind) as caught:
         iterate(strict, scaler, Tree(), [math.inf])
-    assert (caught.value.__context__, caught.value.__suppress_context__) == (error, False)
-    assert caught.value.__notes__ == ["A callback of on_update has failed, too: OSError('no space left')"]
+    if not is_hidden:
+        assert (caught.value.__context__, caught.value.__suppress_context__) == (error, False)
+        assert caught.value.__notes__ == ["A callback of on_update has failed, too: OSError('no space left')"]
+    assert scaler.state_dict()["iteration"] == 2
 
 
 @pytest.mark.parametrize("raises", [False, True])
