@@ -16,8 +16,9 @@ from gradscale import GroupAgreement
 
 World = ThreadWorld | ProcessWorld
 Cases = Callable[[int], list[tuple[Any, ...]]]
-BAD = (math.inf, -math.inf, math.nan)
-MARKS = {"jax": [pytest.mark.jax]} | {key: [pytest.mark.torch] for key in ("torch", "torch fused", "torch plain")}
+MARKS = {"jax": [pytest.mark.jax, pytest.mark.tier("ranks")]} | {
+    key: [pytest.mark.torch] for key in ("torch", "torch fused", "torch plain")
+}
 
 
 def test_a_rank_that_differs_raises_or_dies_is_found(world: World):
@@ -28,49 +29,40 @@ def test_a_rank_that_differs_raises_or_dies_is_found(world: World):
     agree(world, scenarios.behaving, [("well",)])
 
 
-def turns(*others) -> Cases:
-    """Return what gives each rank in turn, and the same beside it."""
-    return lambda size: [(rank, *others) for rank in range(size)]
-
-
-def everywhere(size: int, library: str) -> list[tuple[Any, ...]]:
-    return [(list(range(size)), math.nan, library, explicit) for explicit in (False, True)]
+def turns(*others: Any) -> Cases:
+    """Return what gives each rank in turn, beside each of the others."""
+    each = [other if isinstance(other, tuple) else (other,) for other in others]
+    return lambda size: [(rank, *other) for other in each for rank in range(size)]
 
 
 def empty(kind: str, library: str = "numpy") -> Cases:
     return lambda size: [(rank, bad, kind, library) for rank in range(size) for bad in (None, (rank + 1) % size)]
 
 
-ROWS: list[tuple[str, Any, Cases, str, str]] = [
-    *((f"empty-{kind}", scenarios.empty_on, empty(kind), "numpy", "") for kind in ("list", "none", "zero-size")),
-    *(
-        (f"pure-differing-{what}", scenarios.differing, turns(what), "numpy", "")
-        for what in ("scale", "policy", "call", "spike")
-    ),
-    ("pure-underflow", scenarios.exhaustion, turns(), "numpy", ""),
-    ("conform-numpy", scenarios.collectives_conform, lambda _: [("numpy", 200)], "numpy", ""),
+KINDS = ("list", "none", "zero-size")
+# The scenario, its cases, and the library.
+ROWS: list[tuple[str, Any, Cases, str]] = [
+    ("empty", scenarios.empty_on, lambda size: [case for kind in KINDS for case in empty(kind)(size)], "numpy"),
+    ("pure-differing", scenarios.differing, turns("scale", "policy", "call", "spike"), "numpy"),
+    ("pure-underflow", scenarios.exhaustion, lambda size: [(rank,) for rank in range(size)], "numpy"),
+    ("conform-numpy", scenarios.collectives_conform, lambda _: [("numpy", 200)], "numpy"),
 ]
-for name in ("numpy", "torch", "torch fused"):
-    tier = "quick" if name == "numpy" else ""
-    ROWS.append((f"all-{name}", scenarios.overflow_on, lambda size, name=name: everywhere(size, name), name, tier))
 for name in ("strict", "torch", "torch fused", "torch plain", "jax"):
-    # With an explicit unscale_, on the last rank.
-    case = lambda size, name=name: [([size - 1], math.nan, name, True)]  # noqa: E731
-    ROWS.append((f"step-{name}", scenarios.overflow_on, case, name, ""))
+    # On the last rank, and on all.
+    steps = lambda size, name=name: [([size - 1], math.nan, name, True), ([*range(size)], math.nan, name, False)]  # noqa: E731
+    ROWS.append((f"step-{name}", scenarios.overflow_on, steps, name))
     if name in ("strict", "torch"):
-        ROWS.append((f"conform-{name}", scenarios.collectives_conform, lambda _, name=name: [(name, 10)], name, ""))
+        ROWS.append((f"conform-{name}", scenarios.collectives_conform, lambda _, name=name: [(name, 10)], name))
 for name in ("numpy", "strict", "torch", "jax"):
-    tier = "ranks" if name in MARKS else ""
-    ROWS += [(f"pure-{name}-{value}", scenarios.pure_loop, turns(value, name), name, tier) for value in BAD]
+    values = [(value, name) for value in ((math.inf, -math.inf, math.nan) if name == "numpy" else (math.nan,))]
+    ROWS.append((f"pure-{name}", scenarios.pure_loop, turns(*values), name))
 
 
 @pytest.mark.parametrize(
     ("scenario", "cases", "library"),
     [
-        pytest.param(
-            scenario, cases, library, id=name, marks=MARKS.get(library, []) + [pytest.mark.tier(tier)] * bool(tier)
-        )
-        for name, scenario, cases, library, tier in ROWS
+        pytest.param(scenario, cases, library, id=name, marks=MARKS.get(library, []))
+        for name, scenario, cases, library in ROWS
     ],
 )
 def test_ranks_agree(world: World, scenario, cases: Cases, library: str):
@@ -86,9 +78,8 @@ def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld
 
 @pytest.mark.tier("ranks")
 @pytest.mark.torch
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_replicated_ranks_that_decide_alone_tell_once(fused: bool):
-    each(GlooWorld(2), scenarios.callbacks_without_a_group, [(fused,)])
+def test_replicated_ranks_that_decide_alone_tell_once():
+    each(GlooWorld(2), scenarios.callbacks_without_a_group, [()])
 
 
 def test_a_count_of_another_dtype_or_library_and_a_spike_that_is_no_flag_are_refused(strict: Library):

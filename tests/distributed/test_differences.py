@@ -13,7 +13,7 @@ import pytest
 from difference_scenarios import ITERATION, UNSCALED, Player
 from scenarios import Around, Trainer, grid_of_threads, raised
 from tiers import examples, later
-from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree, each
+from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree, each
 
 import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
@@ -21,25 +21,22 @@ from gradscale.testing import ThreadCollectives, run_ranks
 World = ThreadWorld | ProcessWorld
 
 TORCH_LATER = [pytest.mark.torch, pytest.mark.tier("ranks")]
-LIBRARIES = [
-    "numpy",
-    pytest.param("torch", marks=pytest.mark.torch),
-    pytest.param("torch fused", marks=TORCH_LATER),
-]
+FUSED = pytest.param("torch fused", marks=TORCH_LATER)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=TORCH_LATER), FUSED])
 def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, library: str):
     found = [what for what in scenarios.DIFFERENCES if library == "numpy" or not what.startswith(("norm", "resumed"))]
     ranks = range(world.size)
-    cases = [(rank, what, (number + rank) % 3, library) for number, what in enumerate(found) for rank in ranks]
+    cases = [
+        (rank, what, (None, 5)[(number + rank) % 2], library) for number, what in enumerate(found) for rank in ranks
+    ]
     agree(world, scenarios.differ, cases)
 
 
 @pytest.mark.parametrize("program", ["step", *later("ranks", *[name for name in scenarios.PROGRAMS if name != "step"])])
-def test_ranks_that_differ_and_send_other_messages_are_told_so(processes: ProcessWorld, program: str):
-    cases = [(odd_rank, program, "numpy") for odd_rank in range(processes.size)]
-    agree(processes, scenarios.interleaved, cases)
+def test_ranks_that_differ_and_send_other_messages_are_told_so(mpi: MPIWorld, program: str):
+    agree(mpi, scenarios.interleaved, [(odd_rank, program, "numpy") for odd_rank in range(mpi.size)])
 
 
 @pytest.mark.torch
@@ -51,11 +48,9 @@ def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(program:
     agree(GlooWorld(size), scenarios.interleaved, cases)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize(
-    "scenario", [scenarios.legal, scenarios.resumed, scenarios.pipelined, scenarios.swapped_scalers]
-)
-def test_what_ranks_may_do_apart_is_no_error_but_for_the_order_of_scalers(world: World, scenario, library: str):
+@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=pytest.mark.torch), FUSED])
+@pytest.mark.parametrize("scenario", [scenarios.legal, scenarios.resumed, scenarios.pipelined])
+def test_what_ranks_may_do_apart_is_no_error(world: World, scenario, library: str):
     agree(world, scenario, [(rank, library) for rank in range(world.size)])
 
 
@@ -63,9 +58,8 @@ def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(wo
     each(world, scenarios.closure_without_scale, [(rank, one) for rank in range(world.size) for one in (1, 2)])
 
 
-@pytest.mark.parametrize(
-    "kind", ["numpy", *later("ranks", "list", "agreement"), pytest.param("torch", marks=TORCH_LATER)]
-)
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("kind", ["numpy", "list", "agreement", pytest.param("torch", marks=pytest.mark.torch)])
 def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWorld, kind: str):
     versions = ("99.1.2.dev3", "0.0.7", f"{gradscale.__version__}+patched")
     cases = [(odd_rank, other, kind) for other in versions for odd_rank in range(processes.size)]
@@ -143,13 +137,13 @@ class Outcome(NamedTuple):
     steps: Any = None
 
 
-def outcomes(programs: tuple[str, str], library: str) -> list[Outcome]:
+def outcomes(*programs: str) -> list[Outcome]:
     """Return how two programs end, of which each is followed by two usual iterations."""
     ended: dict[int, Outcome] = {}
 
     def work(group: ThreadCollectives):
         try:
-            player = Player(group, library, growth_interval=2, skip=RULE)
+            player = Player(group, "numpy", growth_interval=2, skip=RULE)
             player.run(programs[group.rank], ITERATION, ITERATION)
         except BaseException as error:
             ended[group.rank] = Outcome(error)
@@ -184,25 +178,14 @@ def is_safe(ended: list[Outcome], own_gradients: bool) -> bool:
     return own_gradients or ended[0].steps == ended[1].steps
 
 
-def cases():
-    """Return every program on NumPy, and on torch those that it has: it clips sharded gradients alone over a group."""
-    of_torch = [pytest.mark.torch, pytest.mark.tier("all")]
-    return [
-        pytest.param(library, name, marks=of_torch if library == "torch" else ())
-        for library in ("numpy", "torch")
-        for name in PROGRAMS
-        if (library, name) != ("torch", "clipped")
-    ]
-
-
 # Parts, since all pairs of a program take minutes.
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize(("library", "name"), cases())
-def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(library: str, name: str, odd: int, part: int):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(name: str, odd: int, part: int):
     usual = PROGRAMS[name]
-    for one in outcomes((usual, usual), library):
+    for one in outcomes(usual, usual):
         assert one.error is None
         # Of steps that all skip ranks may leave some out.
         assert max(one.steps) > 2
@@ -211,7 +194,7 @@ def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(library: str,
     # A tenth before the last tier, others for each rank.
     step = 1 if examples(10) == 10 else 10
     for what, program in pairs[odd % step :: step]:
-        ended = outcomes((program, usual) if odd == 0 else (usual, program), library)
+        ended = outcomes(program, usual) if odd == 0 else outcomes(usual, program)
         # A rank may step an optimizer by itself, without the scaler.
         if not is_safe(ended, "step_alone" in what):
             wrong.append((what, ended))
