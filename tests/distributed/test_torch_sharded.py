@@ -207,39 +207,6 @@ def test_training_is_that_with_torchs_own_scaler_bit_for_bit(size: int, overflow
     agree(GlooWorld(size), compare, cases)
 
 
-MESHES = {"data": (4,), "hybrid": (2, 2), "data and tensor": (2, 2)}
-
-
-def clip(group, parallel: str, max_norm: float):
-    """Clip unscaled gradients of a mesh by their global norm: torch's two calls, or gradscale's one."""
-    norms, gradients = [], []
-    for library in LIBRARIES:
-        model = distribute_over(parallel)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        scaler = make_scaler(FSDP2, library, init_scale=8.0)
-        scaler.scale(backward_loss(model, group.rank())).backward()
-        if library == "torch":
-            scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            norm = norm.full_tensor()
-        else:
-            norm = scaler.unscale_(optimizer, max_norm=max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        norms.append(norm.item())
-        gradients.append(torch.cat([gradient.flatten() for gradient in local_gradients(model.parameters())]))
-    assert math.isclose(*norms, rel_tol=1e-5)
-    assert norms[1] > 0.02
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-9)
-    return norms[1]
-
-
-@pytest.mark.parametrize("parallel", MESHES)
-def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(parallel: str):
-    leave_out_fsdp2()
-    agree(GlooWorld(4), clip, [(parallel, max_norm) for max_norm in (0.01, 1e6)])
-
-
 def backward_loss(model: nn.Module, rank: int) -> Tensor:
     """Return the loss of one batch of this rank."""
     inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank))
@@ -248,17 +215,17 @@ def backward_loss(model: nn.Module, rank: int) -> Tensor:
 
 
 def distribute_over(parallel: str) -> nn.Module:
-    """Return a model of FSDP2 over a mesh, which is for data alone, of which one dimension may replicate, or more."""
-    model, shape = make_model(), MESHES[parallel]
-    if parallel == "data and tensor":
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
-        # The last layer is there because FSDP2 warns of a view among a module's outputs.
-        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh())
-        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        fully_shard(model, mesh=mesh["data"])
+    """Return a model of FSDP2 over a mesh of 2 x 2, of which one dimension replicates, or is for tensors."""
+    model = make_model()
+    if parallel == "hybrid":
+        for module in (model[2], model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
         return model
-    for module in (model[2], model):
-        fully_shard(module, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    # The last layer is there because FSDP2 warns of a view among a module's outputs.
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh())
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
     return model
 
 
@@ -388,6 +355,22 @@ def part_of(names: Sequence[str], parameters: Sequence[Tensor], scale: float, nu
     return diagnoses.Part(rows, None, scale, number, is_scaled, lost, 0.0)
 
 
+def clip(model: nn.Module, optimizer, scaler, rank: int):
+    """Clip gradients of a mesh while they are unscaled: as torch does by their global norm, when they are."""
+    optimizer.zero_grad()
+    scaler.scale(backward_loss(model, rank)).backward()
+    scaled = [gradient.clone() for gradient in local_gradients(model.parameters())]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor().item() / scaler.get_scale()
+    max_norm = norm / 4.0
+    found = scaler.unscale_(optimizer, max_norm=max_norm)
+    assert norm > 0.02
+    assert math.isclose(found.item(), norm, rel_tol=1e-5)
+    expected = [gradient / (4.0 * scaler.get_scale()) for gradient in scaled]
+    torch.testing.assert_close([*local_gradients(model.parameters())], expected, rtol=1e-4, atol=1e-9)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_given: bool = False):
     """Train with an infinity on each rank in turn, and a clean iteration at the end; each rank is told the same.
 
@@ -433,6 +416,8 @@ def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_give
             look(is_left, None)
             look(is_left, None, "its own")
             assert (scaler.last_step(optimizer).skipped, scaler.last_step(optimizer).scale) == (is_bad, scale)
+    if parallel:
+        clip(model, optimizer, scaler, rank)
     # Of the optimizer, whose parameters FSDP1 may have put in the place of the model's.
     (parameter, *_) = optimizer.param_groups[0]["params"]
     broken = {("weight", ""): parameter, ("state", "exp_avg_sq"): optimizer.state[parameter]["exp_avg_sq"]}
@@ -469,37 +454,6 @@ def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
         leave_out_fsdp2()
     ((_, told),) = each(GlooWorld(size), each_rank_in_turn, [(setup, how, *mesh)])
     diagnoses.check(told, [divmod(rank, 2) if mesh[1:] == (True,) else (rank,) for rank in range(size)])
-
-
-def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
-    """Gather over a mesh where one rank has a gradient that is "missing" or "overlapping", or has seen no loss."""
-    mesh = init_device_mesh("cpu", (group.size(),))
-    parameter = sharded(mesh)
-    optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
-    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
-    is_odd = group.rank() == odd_rank
-    if not is_odd or kind != "no loss":
-        scaler.scale(torch.ones(()))
-    if not is_odd or kind == "overlapping":
-        part = torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0)
-        parameter.grad = DTensor.from_local(part, mesh, [Shard(0)])
-    report = scaler.diagnose(optimizer, ["weight"], gather=True)
-    told = "gathered", report, part_of(["weight"], [parameter], 4.0, 1, not (is_odd and kind == "no loss"))
-    if kind == "overlapping":
-        # Whether a gradient can be unscaled in place is still looked at when it is.
-        refusals = (gradscale.ScaleDesyncError, f"rank {odd_rank} cannot unscale its gradients")
-        refusal = (gradscale.InvalidValueError, "overlaps itself") if is_odd else refusals
-        raised(refusal[0], lambda: (scaler.unscale_(optimizer), scaler.step(optimizer)), refusal[1])
-    else:
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-    return [told]
-
-
-@pytest.mark.parametrize("kind", ["missing", "overlapping", "no loss"])
-def test_a_rank_whose_gradients_are_missing_or_refused_takes_part(gloo: GlooWorld, kind: str):
-    for _, told in each(gloo, odd_gradients_of_a_mesh, [(odd_rank, kind) for odd_rank in range(gloo.size)]):
-        diagnoses.check(told, [(rank,) for rank in range(gloo.size)])
 
 
 def loss_of_a_mesh(group, bad_rank: int, placement: str):
