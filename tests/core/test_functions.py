@@ -300,7 +300,7 @@ def test_on_torch_everything_stays_in_its_graph():
 
 @pytest.mark.torch
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize("dtype", ["float16", "float64", "complex64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "complex64"])
 def test_on_torchs_meta_device_they_give_tensors_of_the_cpus_dtypes_and_shapes(dtype: str):
     torch = require("torch")
 
