@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -274,6 +276,51 @@ def test_a_run_that_goes_wrong_ends_on_all_ranks_says_why_and_is_not_verified(
         # A launcher may have added something.
         (verdict,) = (line for line in lines(completed) if line.startswith("FAILED: "))
         assert said in verdict
+
+
+@pytest.mark.parametrize(
+    ("program", "size"),
+    [case(program, 1, "help") for program in (DIGITS, FSDP, RL, SPIKES, JAX, LIGHTNING, MLX, *RECIPES)],
+)
+def test_help_shows_how_to_run_it(tmp_path: Path, program: Program, size: int):
+    text = printed(launch(program, tmp_path, size, "--help"))
+    shown = re.findall(r"^    (?:python|torchrun|mpiexec) .*$", (EXAMPLES / program.name).read_text(), re.MULTILINE)
+    assert shown
+    assert set(shown) <= set(text)
+
+
+@pytest.mark.parametrize(
+    ("program", "size", "arguments", "begun", "status"),
+    [
+        # torchrun ends with 1, and with a traceback of its own, when it is interrupted.
+        case(FSDP, 2, "steps", "--steps 100000", "gloo on cpu", 1),
+        case(JAX, 1, "steps", "--steps 100000", "4 devices, cpu", 130),
+        case(LIGHTNING, 1, "steps", "--epochs 1000", "overflow", 130),
+    ],
+)
+def test_an_interrupted_run_ends_promptly(
+    tmp_path: Path, program: Program, size: int, arguments: str, begun: str, status: int
+):
+    need(program, size)
+    command = program.command(size, EXAMPLES / program.name, *arguments.split())
+    environment, piped = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # In a session of its own the signal goes, as from a terminal, to a launcher and its ranks, and not to this process.
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path, text=True, start_new_session=True, **piped)
+    assert process.stdout is not None
+    try:
+        assert any(begun in line for line in process.stdout)
+        time.sleep(2)
+        assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == status
+    assert errors.count("interrupted\n") == 1, errors
+    assert "KeyboardInterrupt" not in errors
+    assert list(tmp_path.iterdir()) == []
 
 
 LIKE_ONE_RUN = "verified: weights, optimizer and scaler state of the resumed run are bit-identical to those of one run"
