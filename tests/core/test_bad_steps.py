@@ -115,6 +115,18 @@ def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(
     assert (other.grads[0].tolist(), guard.get_scale()) == ([3.0] * 3, 1.0)
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_goes_on_from_the_counts_and_leaves_those_of_the_original_and_of_reports(copied):
+    reports: list[gradscale.UpdateReport] = []
+    scaler, optimizer = StepGuard(on_update=reports.append), Tree()
+    iterate_plainly(scaler, optimizer)
+    other = copied(scaler)
+    iterate_plainly(other, Tree())
+    iterate_plainly(scaler, optimizer, np.inf)
+    assert [one.counts()["taken"] for one in (scaler, other)] == [1, 2]
+    assert [report.counts and report.counts["overflow"] for report in reports] == [0, 1]
+
+
 # Runs whose every step is skipped.
 
 
