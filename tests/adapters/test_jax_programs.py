@@ -599,3 +599,12 @@ def test_trees_that_differ_are_told_apart(compare):
     for other in (np.float32([1.0, 2.001]), np.float64([1.0, 2.0]), np.float32([1.0]), None):
         with pytest.raises(AssertionError):
             compare({"a": np.float32([1.0, 2.0])}, {"a": other})
+
+
+@pytest.mark.tier("ranks")
+def test_windows_of_losses_are_not_loaded_as_windows_of_norms(tmp_path: Path):
+    rules = (SkipSpikes(window=4, of=of) for of in ("loss", "norm"))
+    of_loss, of_norm = (gradscale_jax.scaled(ADAM, POLICIES[0], skip=rule).init(jnp.ones(2)) for rule in rules)
+    through_flax_bytes(of_loss, of_loss, tmp_path)
+    with pytest.raises(ValueError, match="gradscale_norm"):
+        through_flax_bytes(of_loss, of_norm, tmp_path)

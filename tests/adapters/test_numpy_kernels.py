@@ -153,12 +153,16 @@ def test_a_scale_of_1_multiplies_nothing_and_leaves_every_bit(
 @pytest.mark.parametrize("inverse", INVERSES, ids=str)
 @pytest.mark.parametrize(("dtype", "other"), [(HALF, BFLOAT), (BFLOAT, HALF)], ids=lambda dtype: dtype.name)
 def test_every_half(module: ModuleType, dtype: np.dtype[Any], other: np.dtype[Any], inverse: float):
-    """All 65536 bit patterns, and the finite ones alone, give the oracle's answer."""
+    """All 65536 bit patterns, the finite ones alone, and each on its own verdict give the oracle's answer."""
     patterns = np.arange(65536, dtype=np.uint16).view(dtype)
     for source in (patterns, patterns[isfinite(patterns)]):
         in_place = source.copy()
         for out in (in_place, *(np.empty(source.shape, out_type) for out_type in (dtype, SINGLE, other))):
             check_all(module, [in_place if out is in_place else source], [out], inverse)
+    for out_type in (dtype, SINGLE):
+        expected, _ = oracle(patterns, out_type, inverse)
+        singles, outs = list(patterns.reshape(-1, 1)), list(np.empty((65536, 1), out_type))
+        assert module.unscale_all(singles, outs, np.float32(inverse)) == np.sum(~isfinite(expected))
 
 
 @pytest.mark.tier("ranks")

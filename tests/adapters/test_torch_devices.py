@@ -22,6 +22,7 @@ from axes_torch import GradScaler, StepGuard, TorchScaler, torch
 from host_cuda import installed, on_host
 from small_torch import Group, Small, groups_in_use
 from tiers import examples, later
+from torch.amp.grad_scaler import OptState
 
 import gradscale
 from gradscale.scaler.scaler import iteration_of
@@ -198,7 +199,12 @@ class Life:
         is_late = is_refused and self.groups is None and self.draws(0.5)
         if is_refused and not is_late:
             scaler.refuse(optimizer)
-        if is_clipped or is_late or self.draws(0.3):
+        if is_refused and self.groups is None and self.draws(0.3):
+            # A framework that judges by itself, before or afterwards.
+            state = scaler._per_optimizer_states[id(optimizer)]
+            found = {torch.device(self.home): torch.zeros(1, device=self.home)}
+            state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, found
+        elif is_clipped or is_late or self.draws(0.3):
             norm = scaler.unscale_(optimizer, **{"max_norm": 1.5} if is_clipped else {})
             self.seen.append(None if norm is None else norm.item())
             if self.draws(0.2):
@@ -209,7 +215,10 @@ class Life:
             return
         if is_late:
             scaler.refuse(optimizer)
+        if self.draws(0.1):
+            optimizer.step = lambda: gradscale.NOT_STEPPED
         scaler.step(optimizer)
+        vars(optimizer).pop("step", None)
         assert not is_refused or run.held == before
 
     def iterate(self):
@@ -611,6 +620,16 @@ def test_looks_at_gradients_keep_the_spike_of_their_norm_and_divide_what_is_unsc
         assert [value.item() for value in found.values()] == [float(reason == "spike")]
         run.step()
         assert (run.report.reason, run.scaler.get_scale()) == (reason, 2.0**-100)
+    # The norm of a step by itself is not known, nor that of gradients which a framework judges.
+    for is_judged in (False, True):
+        run = Small(GradScaler("cpu", skip=rule), name)
+        run.give(1.0)
+        state = run.scaler._per_optimizer_states[id(run.optimizer)]
+        if is_judged:
+            state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.zeros(1)}
+        with pytest.warns(UserWarning, match="skip= judges norm, and found nothing in this step.* call unscale_"):
+            run.step()
+        assert run.report.reason == "stepped"
 
 
 def test_windows_that_begin_in_inference_mode_go_on_outside_of_it():

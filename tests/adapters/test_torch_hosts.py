@@ -248,14 +248,20 @@ class Judging(torch.optim.SGD):  # type: ignore[misc]
 
 
 @pytest.mark.filterwarnings("ignore:.*takes grad_scaler=.*:FutureWarning")
-def test_a_refused_step_of_an_optimizer_that_judges_by_itself_is_not_made():
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer, scaler = Judging([parameter]), GradScaler("cpu", init_scale=4.0)
-    scaler.scale(parameter.sum()).backward()
-    scaler.refuse(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert (scaler.counts()["refused"], parameter.tolist(), scaler.last_step(optimizer).reason) == (1, [0.0], "refused")
+def test_a_refused_step_of_an_optimizer_that_judges_by_itself_is_not_made_and_over_a_group_an_error():
+    def refused(group=None) -> tuple[list[float], str]:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer, scaler = Judging([parameter]), GradScaler("cpu", init_scale=4.0, group=group)
+        scaler.scale(parameter.sum()).backward()
+        scaler.refuse(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.counts()["refused"] == 1
+        return parameter.tolist(), scaler.last_step(optimizer).reason
+
+    assert refused() == ([0.0], "refused")
+    with pytest.raises(gradscale.CallOrderError, match="let the framework's own flags skip the step"):
+        gradscale.testing.run_ranks(2, refused)
 
 
 # What Lightning's users do by hand.

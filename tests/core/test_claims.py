@@ -147,6 +147,16 @@ def test_a_wait_without_an_end_ends_when_a_rank_tells(monkeypatch: pytest.Monkey
     assert second is first
 
 
+def test_the_group_of_a_wait_that_ended_waits_for_as_long_as_before():
+    def rank(group: ThreadCollectives):
+        with group.within(0.1), pytest.raises(gradscale.CollectiveTimeoutError, match=r"0.1 s"):
+            group.start_max(np.zeros(1, np.int32))()
+        with group.within(60.0), pytest.raises(gradscale.CollectiveTimeoutError, match=r"0.2 s"):
+            group.start_max(np.zeros(1, np.int32))()
+
+    run_ranks(2, lambda group: rank(group) if group.rank else None, timeout=0.2)
+
+
 def told(**values):
     own = claims.of_numbers(ScaleState(4.0, 0, 0, 0), WORDS, claims.Flags())
     return claims.claimed(own, Claim(Call.STEP)._replace(**values), "DynamicScale()")

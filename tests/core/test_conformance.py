@@ -110,6 +110,9 @@ def without_out(self: Core, grads: Sequence[Any], state, *, out=None, **options)
 
 
 WRONG: dict[str, dict[str, Any]] = {
+    "counts one more": answering(lambda xp, _, arrays, count: (arrays, plus_one(xp, count))),
+    "a count of float32": answering(lambda xp, _, arrays, count: (arrays, xp.astype(count, xp.float32))),
+    "a count with an axis": answering(lambda xp, _, arrays, count: (arrays, xp.reshape(count, (1,)))),
     "counts nothing": answering(lambda xp, _, arrays, count: (arrays, xp.zeros_like(count))),
     "forgets an array": answering(lambda _xp, _, arrays, count: (arrays[1:], count)),
     "judges its input": answering(judged_before),
@@ -119,6 +122,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "ignores the dtype": {"unscale": lambda self, grads, state, **_: Core.unscale(self, grads, state)},
     "ignores the out": {"unscale": without_out},
     "wrong bits": {"fingerprint": lambda self, state: plus_one(self.arrays.xp, Core.fingerprint(self, state))},
+    "reads floats": {"read": lambda self, x: list(map(float, Core.read(self, x)))},
     "reads backwards": {"read": lambda self, x: Core.read(self, x)[::-1]},
     "wrong integers": {
         "integers": lambda self, values, like: Core.integers(self, [min(value, 2**24) for value in values], like)
@@ -283,6 +287,7 @@ WRONG_GROUPS = {
     "gives each rank its own values back": after(lambda _, x: x),
     "takes the minimum": minimum,
     "widens": after(lambda result, x: array_namespace(x).astype(result, array_namespace(x).int64)),
+    "reshapes": after(lambda result, x: array_namespace(x).reshape(result, (-1, 1))),
     "writes to the array sent": after(overwritten),
     "finishes in one buffer": in_one_buffer,
 }

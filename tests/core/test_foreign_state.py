@@ -126,6 +126,11 @@ SEVERAL = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in ra
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "empty": ({}, {}, r"no known format, got the keys \[\]"),
     "own": (GradScaler().state_dict(), {}, "gradscale's own.*load_state_dict"),
+    "stage0-short": (
+        {"dynamic_loss_scale": True, "cur_scale": 2, "cur_iter": 3},
+        {},
+        "True, and keys of a dynamic scale",
+    ),
     "jmp-short": ({"loss_scale": 2.0, "period": 3, "factor": 2}, {}, "no known format.*jmp: loss_scale, counter$"),
     "below-its-own-minimum": (DEEPSPEED | {"cur_scale": 0.5}, {}, "deepspeed state cannot be read: .*min_scale=1.0"),
     "two-formats": (MEGATRON | {"fin_steps": 3}, {}, "no known format.*name|several formats"),

@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import random
-import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -247,8 +246,10 @@ def clip(scaler: GradScaler, max_norm):
     optimizer = Tree([scaler.scale(np.ones(2, np.float32)) / scaler.get_scale()])
     try:
         scaler.unscale_(optimizer, max_norm=max_norm)
-    finally:
-        assert float(optimizer.grads[0][0]) < 1.0 or sys.exc_info()[0] is not None
+    except GradscaleError:
+        assert optimizer.grads[0][0] == 1.0
+        raise
+    assert optimizer.grads[0][0] != 1.0
 
 
 def load_policy(key: str, scaler: GradScaler, value):

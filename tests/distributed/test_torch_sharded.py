@@ -456,6 +456,37 @@ def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
     diagnoses.check(told, [divmod(rank, 2) if mesh[1:] == (True,) else (rank,) for rank in range(size)])
 
 
+def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
+    """Gather over a mesh where one rank has a gradient that is "missing" or "overlapping", or has seen no loss."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    parameter = sharded(mesh)
+    optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
+    is_odd = group.rank() == odd_rank
+    if not is_odd or kind != "no loss":
+        scaler.scale(torch.ones(()))
+    if not is_odd or kind == "overlapping":
+        part = torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0)
+        parameter.grad = DTensor.from_local(part, mesh, [Shard(0)])
+    report = scaler.diagnose(optimizer, ["weight"], gather=True)
+    told = "gathered", report, part_of(["weight"], [parameter], 4.0, 1, not (is_odd and kind == "no loss"))
+    if kind == "overlapping":
+        # Whether a gradient can be unscaled in place is still looked at when it is.
+        refusals = (gradscale.ScaleDesyncError, f"rank {odd_rank} cannot unscale its gradients")
+        refusal = (gradscale.InvalidValueError, "overlaps itself") if is_odd else refusals
+        raised(refusal[0], lambda: (scaler.unscale_(optimizer), scaler.step(optimizer)), refusal[1])
+    else:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    return [told]
+
+
+@pytest.mark.parametrize("kind", ["missing", "overlapping", "no loss"])
+def test_a_rank_whose_gradients_are_missing_or_refused_takes_part(gloo: GlooWorld, kind: str):
+    for _, told in each(gloo, odd_gradients_of_a_mesh, [(odd_rank, kind) for odd_rank in range(gloo.size)]):
+        diagnoses.check(told, [(rank,) for rank in range(gloo.size)])
+
+
 def loss_of_a_mesh(group, bad_rank: int, placement: str):
     """Scale a loss that is a DTensor, replicated or a part on each rank, and skip the step."""
     mesh = init_device_mesh("cpu", (group.size(),))

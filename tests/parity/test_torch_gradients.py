@@ -339,7 +339,36 @@ def test_duplicates_are_judged_by_their_sum(dtype: str, value: float, scale: flo
     assert (run.report.nonfinite, run.scaler.get_scale()) == ((0, scale) if weight else (1, scale / 2))
 
 
+def test_a_sparse_gradient_of_float16_that_two_parameters_share_is_summed_for_both():
+    run = Small(GradScaler("cpu", init_scale=4.0, allow_fp16_grads=True), count=2, dtypes=["float16"])
+    # Their sum in float16 would overflow on its way.
+    values = torch.tensor([40000.0, 40000.0, -40000.0, -40000.0, 16.0, 16.0]).half()
+    given = torch.sparse_coo_tensor([[0] * 5 + [1]], values, (2,))
+    run.put(given, given)
+    run.step()
+    assert [one.grad.to_dense().tolist() for one in run.parameters] == [[4.0, 4.0]] * 2
+
+
 # Steps that fail.
+
+
+def test_after_gradients_that_were_unscaled_in_part_no_step_is_made():
+    run = Small(GradScaler("cpu", init_scale=4.0), dtypes=["float64", "float32"])
+    # Gradients are looked at thoroughly when they are met first, before any is unscaled.
+    run.put(0.0, None)
+    run.step()
+    run.put(16.0, overlapping((2,)))
+    with pytest.raises(InvalidValueError, match="overlaps itself"):
+        run.scaler.unscale_(run.optimizer)
+    run.parameters[1].grad = torch.full((2,), 16.0)
+    # A look at the verdict makes none.
+    assert run.scaler._per_optimizer_states[id(run.optimizer)]["found_inf_per_device"] == {}
+    scaler = run.scaler
+    for call in (scaler.step, scaler.unscale_, scaler._check_inf_per_device, lambda _: scaler.update()):
+        with pytest.raises(CallOrderError, match="could not be unscaled completely"):
+            call(run.optimizer)
+    assert run.held == [[0.0, 0.0]] * 2
+    scaler.load_state_dict(scaler.state_dict())
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])

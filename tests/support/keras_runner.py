@@ -14,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -136,6 +137,14 @@ def in_any_order(around):
     return [keras.ops.convert_to_numpy(one.value).tolist() for one in pair]
 
 
+def stepped(optimizer, dtype: str, grads: str, weight=None) -> float:
+    """Return a weight of a dtype, 1 at first, after a step of gradients of a dtype that are 0.5."""
+    weight = keras.Variable(np.ones(1), dtype=dtype) if weight is None else weight
+    scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(0.5))))
+    optimizer.apply_gradients([(keras.ops.convert_to_tensor(np.asarray([scaled], grads)), weight)])
+    return float(keras.ops.convert_to_numpy(weight.value)[0])
+
+
 def weights(folder: Path):
     """Save and load weights without the model, and back up a run; on torch use other scalers, too, and dtypes."""
     found = importlib.import_module(f"gradscale_{keras.config.backend()}.keras_optimizer")
@@ -178,12 +187,16 @@ def weights(folder: Path):
     assert not loaded.optimizer.scaler.is_enabled()
     assert told(loaded) == told(disabled)
 
-    # As Keras's own optimizer does, which casts gradients to the dtype of the weight.
-    for dtype, grads in (("float32", "float16"), ("float16", "float16"), ("float16", "float32")):
-        optimizer, weight = found.ScaledOptimizer(keras.optimizers.SGD(0.5)), keras.Variable(np.ones(1), dtype=dtype)
-        scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(0.5))))
-        optimizer.apply_gradients([(keras.ops.convert_to_tensor(np.asarray([scaled], grads)), weight)])
-        assert float(keras.ops.convert_to_numpy(weight.value)[0]) == 0.75
+    # As Keras's own optimizer does, which casts gradients to the dtype of the weight; and after Ctrl-C.
+    for pair in (("float32", "float16"), ("float16", "float16"), ("float16", "float32")):
+        assert stepped(found.ScaledOptimizer(keras.optimizers.SGD(0.5)), *pair) == 0.75
+    for part, call, kept in (("inner_optimizer", "apply", 0.75), ("scaler", "update", 0.5)):
+        optimizer, weight = found.ScaledOptimizer(keras.optimizers.SGD(0.5)), keras.Variable(np.ones(1))
+        owner, ends = getattr(optimizer, part), [KeyboardInterrupt, mock.DEFAULT]
+        interrupted = mock.patch.object(owner, call, side_effect=ends, wraps=getattr(owner, call))
+        with interrupted, contextlib.suppress(KeyboardInterrupt):
+            stepped(optimizer, "float32", "float16", weight)
+        assert stepped(optimizer, "float32", "float16", weight) == kept
 
 
 def torchs(*arguments, **options):
