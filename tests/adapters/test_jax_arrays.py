@@ -9,14 +9,16 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from axes_jax import COUNT, assert_same_bits, gradscale_jax, jax, jnp, on_mesh, x64_mode
+from axes_jax import COUNT, P, assert_same_bits, gradscale_jax, jax, jnp, on_mesh, x64_mode
 from libraries import opened
 from optimizers import Tree
+from scenarios import Around
 from tiers import later
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidTypeError, registry
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler, registry
 from gradscale.core.summaries import Summary
+from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.jax
 
@@ -182,17 +184,25 @@ def test_a_loss_is_judged_where_grad_differentiates_what_a_scaler_has_scaled():
 
 SCALE = 1024.0
 # The row in which a loss and gradients are furthest from each other is for each change.
-ROWS = [*itertools.product(("Explicit", "Auto"), ("split", "whole"), ("device", "mesh"))]
+QUICK = ("Explicit", "split", "device")
 # Integers, whose squares have the same sum in any order.
 DRAWN = np.random.default_rng(0).integers(-13, 14, 64).astype(np.float32)
 VALUES = [DRAWN[:16].reshape(8, 2), DRAWN[16:].reshape(4, 12).astype(np.float16), DRAWN[0]]
 
 
-def clip_once(scaler, grads, loss):
+class Beside(Around):
+    """A group of ranks with devices of their own: what they send passes through the host, as MPI's does."""
+
+    def start_max(self, x, /):
+        finish = super().start_max(np.asarray(x))
+        return lambda: jax.device_put(finish(), x.sharding)
+
+
+def clip_once(scaler, grads, loss, **clip):
     """Make one iteration; return the norm, the clipped gradients and how many steps were made."""
     tree = Tree(list(grads))
     scaler.scale(loss)
-    norm = scaler.unscale_(tree, max_norm=1.0)
+    norm = scaler.unscale_(tree, max_norm=1.0, **clip)
     found = [np.asarray(grad) for grad in tree.grads]
     for before, after in zip(grads, tree.grads, strict=True):
         assert after.sharding.is_equivalent_to(before.sharding, before.ndim)
@@ -201,19 +211,46 @@ def clip_once(scaler, grads, loss):
     return float(norm), found, tree.steps
 
 
-@pytest.mark.parametrize("row", [ROWS[0], *later("ranks", *ROWS[1:])], ids="-".join)
-def test_gradients_over_a_mesh_are_clipped_as_on_one_device(row: tuple[str, str, str]):
+@pytest.mark.parametrize("norm_over", [None, *later("ranks", "group"), *later("all", "rank")])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id="-".join(row), marks=[] if row == QUICK else pytest.mark.tier("ranks"))
+        for row in itertools.product(("Explicit", "Auto"), ("split", "whole"), ("mesh", "device"))
+    ],
+)
+def test_gradients_over_a_mesh_are_clipped_as_on_one_device_and_by_ranks_alike(
+    row: tuple[str, str, str], norm_over: str | None
+):
     kind, spec, where = row
     if jax.__version_info__ < (0, 8) and (kind, where) == ("Explicit", "device"):
         pytest.skip("JAX 0.7 computes with explicit shardings in a mesh context only")
-    loss = on_mesh(jnp.ones(()), kind=kind) if where == "mesh" else jax.device_put(jnp.ones(()), jax.devices()[0])
-    grads, bad = (
-        [on_mesh(x * x.dtype.type(by), *["data"] * (spec == "split" and x.ndim > 0), kind=kind) for x in VALUES]
-        for by in (SCALE, math.nan)
-    )
-    scaler = GradScaler(init_scale=SCALE)
-    *found, steps = clip_once(scaler, grads, loss)
-    *wanted, _ = clip_once(GradScaler(init_scale=SCALE), [jnp.asarray(x) * SCALE for x in VALUES], jnp.ones(()))
-    assert_same_bits(found, wanted)
-    assert found[0] == np.float32(math.sqrt(sum(float((x.astype(float) ** 2).sum()) for x in VALUES)))
-    assert (steps, clip_once(scaler, bad, loss)[2], scaler.get_scale()) == (1, 0, SCALE / 2)
+    of_ranks = [VALUES] if norm_over is None else [[x * times for x in VALUES] for times in np.float16([3, 4])]
+
+    def train(rank: int, scaler, **clip):
+        share = COUNT // len(of_ranks)
+        among = np.asarray(jax.devices()[rank * share : (rank + 1) * share])
+        over = jax.sharding.Mesh(among, ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+        def placed(x, is_split: bool):
+            return jax.device_put(x, jax.sharding.NamedSharding(over, P(*["d"] * (is_split and x.ndim > 0))))
+
+        loss = placed(jnp.ones(()), False) if where == "mesh" else jax.device_put(jnp.ones(()), among[0])
+        values = of_ranks[rank]
+        grads, bad = ([placed(x * x.dtype.type(by), spec == "split") for x in values] for by in (SCALE, math.nan))
+        *found, steps = clip_once(scaler, grads, loss, **clip)
+        together = [x for each in of_ranks for x in each] if norm_over == "group" else values
+        # All of it on one device.
+        *wanted, _ = clip_once(GradScaler(init_scale=SCALE), [jnp.asarray(x) * SCALE for x in together], jnp.ones(()))
+        begin = len(VALUES) * rank * (norm_over == "group")
+        assert_same_bits(found, [wanted[0], wanted[1][begin : begin + len(VALUES)]])
+        assert found[0] == np.float32(math.sqrt(sum(float((x.astype(float) ** 2).sum()) for x in together)))
+        assert (steps, clip_once(scaler, bad, loss, **clip)[2], scaler.get_scale()) == (1, 0, SCALE / 2)
+
+    def train_rank(group: ThreadCollectives):
+        train(group.rank, ShardedGradScaler(group=Beside(group), init_scale=SCALE), norm_over=norm_over)
+
+    if norm_over is None:
+        train(0, GradScaler(init_scale=SCALE))
+    else:
+        run_ranks(2, train_rank)
