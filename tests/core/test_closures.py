@@ -48,30 +48,6 @@ def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed
 
 
 @pytest.mark.numpy
-def test_after_a_step_with_a_closure_has_failed_none_is_made_without_one():
-    class Failing(Evaluating):
-        def step(self, closure=None) -> str:
-            if closure is not None:
-                super().step(closure)
-                raise MemoryError
-            return "stepped"
-
-    scaler, optimizer = GradScaler(init_scale=4.0), Failing()
-
-    def closure():
-        optimizer.grads = [scaler.scale(np.ones(1, np.float32))]
-
-    with pytest.raises(MemoryError):
-        scaler.step(optimizer, closure)
-    closure()
-    with pytest.raises(
-        gradscale.CallOrderError, match=r"has failed, and a loss was scaled since.*update\(get_scale\(\)\)"
-    ):
-        scaler.step(optimizer)
-    assert optimizer.grads[0].tolist() == [4.0]
-
-
-@pytest.mark.numpy
 def test_what_a_closure_does_not_scale_at_a_scale_of_1_is_divided_by_no_lower_one():
     scaler, optimizer, values = GradScaler(init_scale=1.0), Evaluating(), iter((math.inf, 1.0))
     scaler.scale(np.ones(()))

@@ -1,5 +1,6 @@
 """What a scaler does after a failure: it fails again in the same way, or is brought back; it never goes on silently."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -218,29 +219,60 @@ def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: l
     assert run_ranks(2, rank) == [[[65536.0 if "load at scale 1" in ways else 1.0] * 3]] * 2
 
 
-def test_a_failed_step_can_be_made_again_but_not_with_the_gradients_of_another_loss():
-    class Failing(Tree):
-        fails = True
+class Failing(Tree):
+    """It evaluates a closure, if it is given one, and fails until it is told not to."""
 
-        def step(self, *_):
-            if self.fails:
-                raise MemoryError
-            return super().step()
+    fails = True
 
-    for scales_again in (False, True):
-        scaler = GradScaler()
-        optimizer = Failing(begin(scaler).grads)
-        with pytest.raises(MemoryError):
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        if self.fails:
+            raise MemoryError
+        return super().step()
+
+
+@pytest.mark.parametrize("scales_again", [False, True])
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_a_failed_step_can_be_made_again_but_not_with_the_gradients_of_another_loss(
+    by_closure: bool, scales_again: bool
+):
+    scaler = GradScaler()
+    optimizer = Failing(begin(scaler).grads)
+
+    def evaluate():
+        optimizer.grads = begin(scaler).grads
+
+    closure = evaluate if by_closure else None
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer, closure)
+    optimizer.fails = False
+    if scales_again:
+        evaluate()
+        with pytest.raises(CallOrderError, match=r"has failed, .* update\(get_scale\(\)\)"):
             scaler.step(optimizer)
-        optimizer.fails = False
-        if scales_again:
-            scaler.scale(np.float32(1.0))
-            with pytest.raises(CallOrderError, match=r"has failed, .* update\(get_scale\(\)\)"):
-                scaler.step(optimizer)
-            scaler.update(scaler.get_scale())
-            optimizer.grads = begin(scaler).grads
-        scaler.step(optimizer)
-        assert [one.tolist() for one in optimizer.seen[0]] == [[1.0] * 3]
+        scaler.update(scaler.get_scale())
+        evaluate()
+    scaler.step(optimizer, None if scales_again else closure)
+    assert [one.tolist() for one in optimizer.seen[0]] == [[1.0] * 3]
+
+
+def test_a_step_with_a_closure_is_judged_anew_when_it_is_made_again_after_a_failure():
+    scaler, optimizer = GradScaler(skip=gradscale.SkipSpikes(window=8, min_values=4, of="loss")), Failing()
+    losses = iter([1.0] * 5 + [9.0])
+
+    def closure():
+        scaler.scale(np.float32(next(losses)))
+        optimizer.grads = [np.full(3, 65536.0, np.float32)]
+
+    for fails in (False, False, False, False, True):
+        optimizer.fails = fails
+        with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
+            scaler.step(optimizer, closure)
+            scaler.update()
+    optimizer.fails = False
+    scaler.step(optimizer, closure)
+    assert scaler.last_step(optimizer).reason == "spike"
 
 
 HUGE = np.full(3, 3e38, np.float32)
