@@ -333,8 +333,12 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "gradscale" in state:
             super().__setstate__(state["gradscale"])
-            return
-        self.__dict__.update(type(self)(state["_device"], enabled=state["_enabled"]).__dict__)
+            own = hosts.as_torchs_pickle(self, self._device)
+            # One of torch's that was restored from ours, and trained on, has the key as it was.
+            if own == {name: state.get(name) for name in own}:
+                return
+        else:
+            self.__dict__.update(type(self)(state["_device"], enabled=state["_enabled"]).__dict__)
         if state["_enabled"]:
             self.load_state_dict(hosts.state_dict_of_pickle(state))
 

@@ -224,9 +224,8 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
 
 def of_numbers(state: Numbers, words: Sequence[int], found: Flags, norm: float = 0.0) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
-    scale, *trackers = state
-    # Those of a user's policy may be floats on the host.
-    bits = _BITS.unpack(_STATE.pack(scale, *map(int, trackers)))
+    # The trackers of a user's policy may be floats on the host.
+    bits = _BITS.unpack(_STATE.pack(state[0], *map(int, state[1:])))
     fields = [_USUAL, *bits, *words, bits_of_float32(norm) if norm else 0]
     return [*found, *fields, *map(operator.neg, fields)]
 

@@ -288,6 +288,17 @@ def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_
     assert plain.get_scale() == 32.0
 
 
+def test_what_torchs_scaler_pickles_is_loaded_though_it_was_restored_from_ours_before():
+    ours, theirs = (kind("cpu", init_scale=8.0) for kind in (GradScaler, TorchScaler))
+    theirs.__setstate__(pickle.loads(pickle.dumps(ours.__getstate__())))
+    run = Small(theirs)
+    run.give(math.inf)
+    run.step()
+    again = GradScaler.__new__(GradScaler)
+    again.__setstate__(pickle.loads(pickle.dumps(theirs.__getstate__())))
+    assert again.get_scale() == theirs.get_scale() == 4.0
+
+
 @pytest.mark.usefixtures("group")
 def test_an_unpickled_sharded_scaler_agrees_over_the_default_group_and_asks_for_any_other():
     scaler = ShardedGradScaler("cpu", 2.0**10, 0.25, 4.0, 4)
