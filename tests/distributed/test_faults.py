@@ -172,7 +172,8 @@ def absence(group, operation: str, absent_rank: int, how: str, settings: dict[st
     told = {"rank": rank, "size": size, "seconds": timeout, "iteration": iteration, "operation": waited_for}
     assert vars(error) | told == vars(error)
     raised(kind, call, then.format(rank, size))
-    assert trainer is None or (trainer.steps, trainer.scaler.get_scale()) == (0, 2.0**15)
+    # A fused optimizer is called, and skips by itself.
+    assert trainer is None or (trainer.steps, trainer.scaler.get_scale()) == (operation == "torch fused", 2.0**15)
     tell(settings["folder"], "gave up", rank)
 
 

@@ -6,8 +6,8 @@ library whose scaler is meant, as a ``Trainer`` does. It asserts what its rank i
 the others came.
 """
 
-import ast
 import copy
+import json
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ class Player(Trainer):
         if word in TRUE:
             return self.optimizers[[*TRUE].index(word)]
         try:
-            return ast.literal_eval(word)
+            return None if word == "None" else json.loads(word)
         except ValueError:
             return word
 
