@@ -11,8 +11,8 @@ LIBRARIES = ["numpy", "strict", pytest.param("torch", marks=[pytest.mark.torch, 
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-# The life of the first seed has all that is drawn within few calls.
-@pytest.mark.parametrize("seed", [3, *later("all", *{*range(10)} - {3})])
+# The life of the first seed has all that is drawn within few calls; that of 8 never overflows at the minimum.
+@pytest.mark.parametrize("seed", [3, *later("all", 0, 1, 2, 4, 5, 6, 7, 9, 10)])
 def test_a_random_life_alone_is_the_models(seed: int, library: str):
     require(library)
     counts = lives.live(None, examples(10_000 if library == "numpy" else 1_500), seed, library)["counts"]
