@@ -274,9 +274,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
         Notes
         -----
-        One host read; none for a fused optimizer on a device, unless the group is of the CPU, as gloo's. A desync is
-        then raised in one of the next calls of each rank, and until then no rank steps. A rank that already waits for
-        one that has ended raises CollectiveTimeoutError or BackendError.
+        One host read. None for a fused optimizer on a device, but a wait for the device over a group of the CPU, as
+        gloo's; its desync is raised in one of the next calls of each rank, and until then no rank steps. A rank that
+        already waits for one that has ended raises CollectiveTimeoutError or BackendError.
 
         A scale that is read and is not finite or not above 0, since something has written to the scaler's tensors, is a
         BackendError; ``load_state_dict`` begins the iteration again.

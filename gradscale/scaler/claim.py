@@ -300,7 +300,7 @@ def bounds_in(agreed: Array) -> tuple[Array, Array]:
 
 
 def differ_in(agreed: Array) -> Array:
-    """Tell whether ranks hold different states, hashes or norms, 0-d; if they overflow, norms may. No host read."""
+    """Tell whether ranks hold different states, hashes or norms, 0-d; norms may after an overflow. No host read."""
     xp, (least, most) = array_namespace(agreed), bounds_in(agreed)
     is_close = agreed[_NORM : _NORM + 1] + agreed[-1:] <= _CLOSE
     return xp.logical_not(xp.logical_and(xp.all(least == most), xp.all(is_close)))

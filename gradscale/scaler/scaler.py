@@ -785,10 +785,10 @@ class ShardedGradScaler(GradScaler):
     -----
     Construct it on every rank, with the same options but for ``on_skip``, ``on_update``, ``history_size``,
     ``warn_after``, ``backend`` and ``timeout``, and call ``unscale_``, ``step`` and ``update`` for the same optimizers
-    in the same order on every rank. ``backend`` lets a
-    rank that never has an array take part. Reports number the ranks of a list of groups row by row, the last group
-    varying fastest: ``first.rank * second.size + second.rank``. A disabled scaler makes no collectives. Before the
-    first message over a group, one of 16 bytes compares the ranks' versions of gradscale.
+    in the same order on every rank. ``backend`` lets a rank that never has an array take part. Reports number the ranks
+    of a list of groups row by row, the last group varying fastest: ``first.rank * second.size + second.rank``. A
+    disabled scaler makes no collectives. Before the first message over a group, one of 16 bytes compares the ranks'
+    versions of gradscale.
 
     Examples
     --------
