@@ -175,7 +175,7 @@ def _nccl4py() -> Details:
     core.Communicator.init(1, 0, core.get_unique_id()).destroy()
     return {
         "did": "a communicator of one process",
-        "nccl": str(core.get_version().libnccl),
+        "nccl": str(core.get_version().libnccl.version),
         "versions": {"nccl4py": core.__version__},
     }
 
