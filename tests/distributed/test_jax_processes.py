@@ -1,12 +1,12 @@
 """Processes of jax.distributed agree inside the compiled step, wherever the bad value is, and find one that drifted."""
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from commands import python
 from tiers import later
+from worlds import free_port
 
 pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
@@ -15,9 +15,7 @@ RUNNER = Path(__file__).parents[1] / "support" / "jax_runner.py"
 
 @pytest.mark.parametrize("size", [2, *later("all", 3)])
 def test_processes_skip_together_and_find_one_that_has_drifted(size: int):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port(1)
     # Each has one device.
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
     with ThreadPoolExecutor(size) as pool:

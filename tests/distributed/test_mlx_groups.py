@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import difference_scenarios
@@ -10,6 +10,7 @@ import lives
 import pytest
 import scenarios
 from axes import require
+from tiers import later
 from worlds import MlxWorld, agree
 
 import gradscale
@@ -24,43 +25,32 @@ pytestmark = [pytest.mark.mlx, pytest.mark.tier("ranks")]
 LIBRARIES = ["mlx", "numpy"]
 
 
-@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.tier("all"))], ids=["mlx-2", "mlx-3"])
-def mlx(request: pytest.FixtureRequest) -> MlxWorld:
-    """Return a world of MLX's ranks."""
-    return MlxWorld(request.param)
+def of_all(group, scenario: Callable[..., Any], *case):
+    """Run one of many scenarios: starting the ranks takes longer than most."""
+    return scenario(group, *case)
 
 
-# What all agree on: the scenario, the cases beside each rank in turn, or all of them, and for which libraries.
-EXPLICIT = (False, True)
-DIFFERENCES = [(what, (None, 5)[number % 2]) for number, what in enumerate(difference_scenarios.DIFFERENCES)]
-TURNS: list[tuple[Callable[..., Any], list[tuple[Any, ...]]]] = [
-    (scenarios.pure_loop, [(math.nan, library) for library in LIBRARIES]),
-    (difference_scenarios.differ, [(*what, library) for library in LIBRARIES for what in DIFFERENCES]),
-    (difference_scenarios.legal, [("mlx",)]),
-]
+def cases(size: int) -> Iterator[tuple[Any, ...]]:
+    """Yield what all agree on, with each rank in turn as the odd one, but of differences one, which take long."""
+    for library in LIBRARIES:
+        yield scenarios.collectives_conform, library, 100
+        for rank in range(size):
+            for value, is_explicit in itertools.product((math.inf, -math.inf, math.nan), (False, True)):
+                yield scenarios.overflow_on, [rank], value, library, is_explicit
+            yield scenarios.pure_loop, rank, math.nan, library
+    for rank in range(size):
+        yield difference_scenarios.legal, rank, "mlx"
+        for bad in (None, (rank + 1) % size):
+            yield scenarios.empty_on, rank, bad, "no backend", "mlx"
+    for number, what in enumerate(difference_scenarios.DIFFERENCES):
+        keys, library = (None, 5)[number // size % 2], LIBRARIES[number // (2 * size) % 2]
+        yield difference_scenarios.differ, number % size, what, keys, library
+    yield lives.live, 400, 7, "numpy"
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_the_groups_conform_and_an_overflow_on_each_rank_in_turn_is_skipped_by_all(mlx: MlxWorld, library: str):
-    agree(mlx, scenarios.collectives_conform, [(library, 100)])
-    values = itertools.product(
-        [[rank] for rank in range(mlx.size)], (math.inf, -math.inf, math.nan), [library], EXPLICIT
-    )
-    agree(mlx, scenarios.overflow_on, values)
-
-
-@pytest.mark.parametrize(("scenario", "others"), TURNS, ids=[scenario.__name__ for scenario, _ in TURNS])
-def test_what_each_rank_in_turn_does_is_skipped_told_or_right_on_all(mlx: MlxWorld, scenario, others):
-    agree(mlx, scenario, [(rank, *other) for other in others for rank in range(mlx.size)])
-
-
-def test_a_random_life_is_the_models_on_every_rank(mlx: MlxWorld):
-    agree(mlx, lives.live, [(400, 7, "numpy")])
-
-
-def test_a_rank_without_gradients_takes_part(mlx: MlxWorld):
-    cases = [(rank, bad, "no backend", "mlx") for rank in range(mlx.size) for bad in (None, (rank + 1) % mlx.size)]
-    agree(mlx, scenarios.empty_on, cases)
+@pytest.mark.parametrize("size", [2, *later("all", 3)])
+def test_the_groups_conform_and_what_each_rank_in_turn_does_is_skipped_told_or_right_on_all(size: int):
+    agree(MlxWorld(size), of_all, cases(size))
 
 
 @pytest.mark.tier("quick")
