@@ -12,11 +12,10 @@ from gradscale.scaler.reports import UpdateReport
 from gradscale.tools.callbacks import JSONLines
 from gradscale.tools.simulation import simulate
 
-pytestmark = pytest.mark.usefixtures("library")
 REPORTS = [UpdateReport(i, 8.0 / i, i == 2, 0, ()) for i in (1, 2, 3)]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def library():
     """Skip where there is no matplotlib."""
     require("plot")
