@@ -1,7 +1,7 @@
 """Ranks that fail, come late, fork, or are suspended or killed: an error on every rank that can be told, never a hang.
 
-The table of faults x worlds is in tier ``all``: an error on every living rank, or the right result, within the timeout
-and 5 s.
+The table of faults x worlds, most of it in tier ``all``: an error on every living rank, or the right result, within the
+timeout and 5 s.
 """
 
 import contextlib
@@ -26,10 +26,6 @@ LATER = pytest.mark.tier("ranks")
 TIMEOUT, GRACE, LONGER = 3.0, 5.0, 5.0  # seconds; the last is longer than the timeout
 
 
-def fail():
-    raise ValueError("this rank fails on purpose")
-
-
 def suspend(seconds: float, after: float = 0.0):
     """Let this process be suspended for some seconds, after others."""
     pid = os.getpid()
@@ -50,9 +46,6 @@ FAULTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "one suspended for longer than the timeout": (lambda: suspend_here(LONGER), False),
     # All of them in the midst of waiting for the faulty one, which comes soon after.
     ALL_SUSPENDED: (lambda: time.sleep(1.2), True),
-    "late": (lambda: time.sleep(TIMEOUT / 3), True),
-    "later than the timeout": (lambda: time.sleep(LONGER), False),
-    "raises": (fail, False),
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), False),
 }
 
@@ -93,26 +86,19 @@ def fault(group, name: str, faulty_rank: int):
         assert trainer.steps < 5
 
 
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.tier("ranks" if name == ALL_SUSPENDED else "all")) for name in FAULTS]
+)
 def test_a_fault_is_an_error_on_every_living_rank_or_harmless(processes: ProcessWorld, name: str):
     if name == "killed" and isinstance(processes, MPIWorld):
         pytest.skip("mpiexec ends the other ranks")
-    for faulty_rank in range(processes.size):
+    for faulty_rank in [1] if name == ALL_SUSPENDED else range(processes.size):
         case = [(name, faulty_rank)]
         answers = processes.launch(fault, case, 90.0)[0] if name == "killed" else processes.answers(fault, case, 280.0)
-        faulty = answers.pop(faulty_rank)
         # The scenario has asserted what a fault comes to.
+        faulty = answers.pop(faulty_rank)
+        assert faulty == (None if name == "killed" else [None]), faulty_rank
         assert answers == [[None]] * (processes.size - 1), (faulty_rank, answers)
-        if name == "raises":
-            assert faulty[0].kind == "ValueError"
-        else:
-            assert faulty == (None if name == "killed" else [None]), faulty_rank
-
-
-@LATER
-def test_all_ranks_suspended_for_longer_than_the_timeout_go_on(processes: ProcessWorld):
-    agree(processes, fault, [(ALL_SUSPENDED, 1)])
 
 
 # What a rank that does not come leaves the others in, what they wait for, and what they are told the next time.
@@ -157,7 +143,7 @@ def absence(group, operation: str, absent_rank: int, how: str, settings: dict[st
     call, trainer = second(group, operation, timeout)
     if rank == absent_rank:
         if how == "raises":
-            fail()
+            raise ValueError("this rank fails on purpose")
         wait_for(settings["folder"], "gave up", size - 1)
         with contextlib.suppress(gradscale.GradscaleError):
             call()
@@ -177,17 +163,6 @@ def absence(group, operation: str, absent_rank: int, how: str, settings: dict[st
     tell(settings["folder"], "gave up", rank)
 
 
-def assert_times_out(world: World, operation: str, how: str, folder: Path):
-    """Assert that a rank that does not come, each thread in turn, is a timeout on the others, who cannot go on."""
-    for absent_rank in range(world.size) if isinstance(world, ThreadWorld) else [world.size - 1]:
-        (own := folder / str(absent_rank)).mkdir()
-        settings = {"timeout": world.short_timeout, "folder": str(own)}
-        results = world.run(absence, operation, absent_rank, how, settings)
-        absent = results.pop(absent_rank)
-        assert results == [None] * (world.size - 1)
-        assert isinstance(absent, Failure) == (how == "raises")
-
-
 @pytest.mark.parametrize(
     ("operation", "how"),
     [
@@ -199,12 +174,17 @@ def assert_times_out(world: World, operation: str, how: str, folder: Path):
     ],
 )
 def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, operation: str, how: str, tmp_path: Path):
-    assert_times_out(world, operation, how, tmp_path)
+    absent_rank = (world.size - 1) // 2 if isinstance(world, ThreadWorld) else world.size - 1
+    settings = {"timeout": world.short_timeout, "folder": str(tmp_path)}
+    results = world.run(absence, operation, absent_rank, how, settings)
+    assert isinstance(results.pop(absent_rank), Failure) == (how == "raises")
+    assert results == [None] * (world.size - 1)
 
 
 @LATER
 def test_a_rank_that_constructs_no_scaler_is_a_timeout_on_the_others(mpi: MPIWorld, tmp_path: Path):
-    assert_times_out(mpi, "construction", "is late", tmp_path)
+    settings = {"timeout": mpi.short_timeout, "folder": str(tmp_path)}
+    agree(mpi, absence, [("construction", mpi.size - 1, "is late", settings)])
 
 
 def forked(group, forking_rank: int):
