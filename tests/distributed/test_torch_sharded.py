@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
@@ -60,15 +59,12 @@ class Setup(NamedTuple):
         "DDP", "FSDP1" or "FSDP2".
     half : bool
         Whether weights are gathered, and gradients reduced, in float16.
-    reshard : bool
-        Whether weights are freed between the forward and the backward pass (full shard), or kept (shard-grad-op).
     other : bool
         FSDP1: whether the optimizer sees flat parameters. FSDP2: whether weights and gradients rest on the CPU.
     """
 
     method: str
     half: bool = False
-    reshard: bool = True
     other: bool = False
 
 
@@ -88,7 +84,6 @@ def distribute(setup: Setup) -> nn.Module:
         return DistributedDataParallel(model)
     if setup.method == "FSDP1":
         one: dict[str, Any] = {
-            "sharding_strategy": ShardingStrategy.FULL_SHARD if setup.reshard else ShardingStrategy.SHARD_GRAD_OP,
             "use_orig_params": not setup.other,
             "mixed_precision": MixedPrecision(kind, kind, kind) if setup.half else None,
             "device_id": torch.device("cpu"),
@@ -97,7 +92,6 @@ def distribute(setup: Setup) -> nn.Module:
         return FullyShardedDataParallel(model, **one)
     two: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-        "reshard_after_forward": setup.reshard,
         "mp_policy": MixedPrecisionPolicy(kind, kind) if setup.half else MixedPrecisionPolicy(),
         # Pinned memory needs an accelerator.
         "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.other else OffloadPolicy(),
@@ -200,7 +194,7 @@ def compare(group, setup: Setup, overflow: str, is_fused: bool):
 def test_training_is_that_with_torchs_own_scaler_bit_for_bit(size: int, overflow: str):
     # The FSDP2 of torch 2.6 does not run on CPUs.
     methods = ("FSDP1",) if is_torch_2_6() else ("FSDP1", "FSDP2")
-    setups = [Setup(*options) for options in itertools.product(methods, *[(False, True)] * 3)]
+    setups = [Setup(*options) for options in itertools.product(methods, *[(False, True)] * 2)]
     # Ranks of DDP decide alone, and an infinity in the gradients of one would part them.
     cases = [(setup, overflow, False) for setup in setups + [Setup("DDP")] * (overflow == "loss")]
     cases += [(setup, overflow, True) for setup in setups if setup.method == "FSDP2"]
@@ -214,13 +208,8 @@ def backward_loss(model: nn.Module, rank: int) -> Tensor:
     return loss
 
 
-def distribute_over(parallel: str) -> nn.Module:
-    """Return a model of FSDP2 over a mesh of 2 x 2, of which one dimension replicates, or is for tensors."""
-    model = make_model()
-    if parallel == "hybrid":
-        for module in (model[2], model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-        return model
+def distribute_over_grid() -> nn.Module:
+    """Return a model of FSDP2 over a mesh of 2 x 2, of which one dimension is for tensors, whole or in parts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     # The last layer is there because FSDP2 warns of a view among a module's outputs.
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh())
@@ -272,6 +261,8 @@ def meshes_over(size: int, rank: int, kind: str) -> list[DeviceMesh]:
 def step_shards(group, kind: str, seed: int):
     """Step an optimizer of shards of meshes: some have no gradient, or a bad one; clip them where a norm is defined.
 
+    Where all meshes are over all ranks, each rank is told what all hold.
+
     "plain" is a plain tensor beside the shards of one mesh, "copies" are of one mesh, and differ, to tell which counts.
     """
     rank, size = rank_and_size(group)
@@ -297,11 +288,18 @@ def step_shards(group, kind: str, seed: int):
     scaler = make_scaler(FSDP2, "gradscale", init_scale=0.5, **({"group": group} if is_given else {}))
     parameters = [sharded(mesh, 0.0, placement) for mesh in meshes]
     optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=False)
+    told = []
+    is_whole = kind in ("one", "same", "plain", "copies")
     for one in ([0.0] * len(meshes), own):
         for parameter, mesh, value in zip(parameters, meshes, one, strict=True):
             parameter.grad = sharded(mesh, None if value is None else 0.5 * value, placement).grad
-        before = started()
         scaler.scale(torch.ones(()))
+        if is_whole:
+            names = [str(number) for number in range(len(meshes))]
+            report = scaler.diagnose(optimizer, names, gather=True)
+            part = part_of(names, parameters, 0.5, len(told) + 1, True)
+            told.append(("gathered", report, part))
+        before = started()
         if clips and not may_clip:
             said = ("plain",) if kind == "plain" else ("spread over the same ranks", "clip_grad_norm_")
             raised(gradscale.InvalidValueError, lambda: scaler.unscale_(optimizer, max_norm=0.5), *said)
@@ -327,7 +325,17 @@ def step_shards(group, kind: str, seed: int):
             torch.testing.assert_close(local_of(parameter.grad), torch.full((2,), value * factor), equal_nan=True)
         step = 0.0 if is_bad or value is None else value * factor
         torch.testing.assert_close(local_of(parameter.detach()), torch.full((2,), 1.0 - step))
-    return scaler.get_scale()
+    if kind == "one":
+        # All are told of a rank whose gradients are refused, but for a diagnosis.
+        is_odd, odd = rank == bad_rank, torch.optim.SGD(parameters)
+        parameters[0].grad = DTensor.from_local(torch.ones(1 if is_odd else 2).expand(2), meshes[0], [Shard(0)])
+        scaler.scale(torch.ones(()))
+        scaler.diagnose(odd, gather=True)
+        refused, said = gradscale.ScaleDesyncError, f"rank {bad_rank} cannot unscale its gradients"
+        if is_odd:
+            refused, said = gradscale.InvalidValueError, "overlaps itself"
+        raised(refused, lambda: (scaler.unscale_(odd), scaler.step(odd)), said)
+    return told
 
 
 KINDS = ("one", "same", "half", "half first", "some", "crossed", "plain", "copies")
@@ -335,9 +343,10 @@ KINDS = ("one", "same", "half", "half first", "some", "crossed", "plain", "copie
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_shards_of_any_meshes_are_clipped_skipped_and_stepped_together(size: int, kind: str):
+def test_shards_of_any_meshes_are_diagnosed_clipped_skipped_and_stepped_together(size: int, kind: str):
     if kind != "crossed" or size == 4:
-        agree(GlooWorld(size), step_shards, [(kind, seed) for seed in range(examples(40))])
+        for _, told in each(GlooWorld(size), step_shards, [(kind, seed) for seed in range(examples(40))]):
+            diagnoses.check(told, [(rank,) for rank in range(size)])
 
 
 # Diagnoses.
@@ -371,16 +380,16 @@ def clip(model: nn.Module, optimizer, scaler, rank: int):
     scaler.update()
 
 
-def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_given: bool = False):
+def each_rank_in_turn(group, setup: Setup, how: str, is_given: bool):
     """Train with an infinity on each rank in turn, and a clean iteration at the end; each rank is told the same.
 
     Then a weight is broken, and a moment, on no rank and on each in turn: all are told which, and of which.
     ``how`` is the optimizer: "plain"; "fused", which unscales and skips in its kernel; "late", the same whose verdict
-    the host reads only when it is asked for one, as on a device. ``parallel`` is for a mesh of 2 x 2, whose dimensions
-    may be given as groups: then a rank is told by its place in each.
+    the host reads only when it is asked for one, as on a device. Of 4 ranks there is a grid, whose dimensions may be
+    given as groups: then a rank is told by its place in each.
     """
     rank, size = group.rank(), group.size()
-    model = distribute_over(parallel) if parallel else distribute(setup)
+    model = distribute_over_grid() if size == 4 else distribute(setup)
     parameters = list(model.parameters())
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=LEARNING_RATE, fused=how != "plain")
@@ -416,7 +425,7 @@ def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_give
             look(is_left, None)
             look(is_left, None, "its own")
             assert (scaler.last_step(optimizer).skipped, scaler.last_step(optimizer).scale) == (is_bad, scale)
-    if parallel:
+    if size == 4:
         clip(model, optimizer, scaler, rank)
     # Of the optimizer, whose parameters FSDP1 may have put in the place of the model's.
     (parameter, *_) = optimizer.param_groups[0]["params"]
@@ -435,56 +444,23 @@ def each_rank_in_turn(group, setup: Setup, how: str, parallel: str = "", is_give
 
 
 @pytest.mark.parametrize(
-    ("size", "setup", "how", "mesh"),
+    ("size", "setup", "how", "is_given"),
     [
-        *((size, FSDP2, how, ()) for size in (2, 3) for how in ("plain", "fused")),
-        (3, FSDP2, "late", ()),
-        (2, Setup("FSDP2", half=True), "plain", ()),
-        (2, Setup("FSDP1"), "plain", ()),
-        (2, Setup("FSDP1", other=True), "plain", ()),
-        # Whose groups are given, and where they are the mesh's own.
-        (4, FSDP2, "plain", ("hybrid", True)),
-        *((4, FSDP2, "plain", (parallel, False)) for parallel in ("hybrid", "data and tensor")),
+        *((size, FSDP2, how, False) for size in (2, 3) for how in ("plain", "fused")),
+        (3, FSDP2, "late", False),
+        (2, Setup("FSDP2", half=True), "plain", False),
+        (2, Setup("FSDP1"), "plain", False),
+        (2, Setup("FSDP1", other=True), "plain", False),
+        *((4, FSDP2, "plain", is_given) for is_given in (True, False)),
     ],
 )
 def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
-    size: int, setup: Setup, how: str, mesh: tuple[str, bool] | tuple[()]
+    size: int, setup: Setup, how: str, is_given: bool
 ):
     if setup.method == "FSDP2":
         leave_out_fsdp2()
-    ((_, told),) = each(GlooWorld(size), each_rank_in_turn, [(setup, how, *mesh)])
-    diagnoses.check(told, [divmod(rank, 2) if mesh[1:] == (True,) else (rank,) for rank in range(size)])
-
-
-def odd_gradients_of_a_mesh(group, odd_rank: int, kind: str):
-    """Gather over a mesh where one rank has a gradient that is "missing" or "overlapping", or has seen no loss."""
-    mesh = init_device_mesh("cpu", (group.size(),))
-    parameter = sharded(mesh)
-    optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
-    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
-    is_odd = group.rank() == odd_rank
-    if not is_odd or kind != "no loss":
-        scaler.scale(torch.ones(()))
-    if not is_odd or kind == "overlapping":
-        part = torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0)
-        parameter.grad = DTensor.from_local(part, mesh, [Shard(0)])
-    report = scaler.diagnose(optimizer, ["weight"], gather=True)
-    told = "gathered", report, part_of(["weight"], [parameter], 4.0, 1, not (is_odd and kind == "no loss"))
-    if kind == "overlapping":
-        # Whether a gradient can be unscaled in place is still looked at when it is.
-        refusals = (gradscale.ScaleDesyncError, f"rank {odd_rank} cannot unscale its gradients")
-        refusal = (gradscale.InvalidValueError, "overlaps itself") if is_odd else refusals
-        raised(refusal[0], lambda: (scaler.unscale_(optimizer), scaler.step(optimizer)), refusal[1])
-    else:
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-    return [told]
-
-
-@pytest.mark.parametrize("kind", ["missing", "overlapping", "no loss"])
-def test_a_rank_whose_gradients_are_missing_or_refused_takes_part(gloo: GlooWorld, kind: str):
-    for _, told in each(gloo, odd_gradients_of_a_mesh, [(odd_rank, kind) for odd_rank in range(gloo.size)]):
-        diagnoses.check(told, [(rank,) for rank in range(gloo.size)])
+    ((_, told),) = each(GlooWorld(size), each_rank_in_turn, [(setup, how, is_given)])
+    diagnoses.check(told, [divmod(rank, 2) if is_given else (rank,) for rank in range(size)])
 
 
 def loss_of_a_mesh(group, bad_rank: int, placement: str):
