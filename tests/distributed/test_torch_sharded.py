@@ -325,7 +325,7 @@ def step_shards(group, kind: str, seed: int):
             torch.testing.assert_close(local_of(parameter.grad), torch.full((2,), value * factor), equal_nan=True)
         step = 0.0 if is_bad or value is None else value * factor
         torch.testing.assert_close(local_of(parameter.detach()), torch.full((2,), 1.0 - step))
-    if kind == "one":
+    if kind in ("one", "half first"):
         # All are told of a rank whose gradients are refused, but for a diagnosis.
         is_odd, odd = rank == bad_rank, torch.optim.SGD(parameters)
         parameters[0].grad = DTensor.from_local(torch.ones(1 if is_odd else 2).expand(2), meshes[0], [Shard(0)])
