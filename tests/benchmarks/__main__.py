@@ -9,7 +9,8 @@ import platform
 import sys
 from pathlib import Path
 
-from benchmarks.measure import NotOnThisMachineError, Row
+from benchmarks.measure import Row
+from gradscale.errors import BackendNotAvailableError
 
 # What measures some rows, called with whether to be quick.
 _CASES = {
@@ -51,7 +52,7 @@ def main() -> int:
     for name in wanted:
         try:
             rows += pkgutil.resolve_name(f"benchmarks.{_CASES[name]}")(chosen.quick)
-        except (ModuleNotFoundError, NotOnThisMachineError) as error:
+        except (ModuleNotFoundError, BackendNotAvailableError) as error:
             reasons[name] = f"not run: {name}, because {error}"
         except Exception as error:
             has_failed = True

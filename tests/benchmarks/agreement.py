@@ -15,7 +15,8 @@ import mpi4py  # noqa: F401 - MPI itself would make a rank of the process that l
 import numpy as np
 
 import gradscale
-from benchmarks.measure import STEADY, Idle, NotOnThisMachineError, Row, by_the_clock, interleaved
+from benchmarks.measure import STEADY, Idle, Row, by_the_clock, interleaved
+from gradscale.errors import BackendNotAvailableError
 from gradscale.extras import remedy
 from gradscale.scaler.claim import LENGTH
 
@@ -26,7 +27,7 @@ def rows(quick: bool) -> list[Row]:
     """Run two ranks and return what they measured."""
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if mpiexec is None:
-        raise NotOnThisMachineError(f"there is no mpiexec beside this Python nor on the PATH; {remedy('mpich')}")
+        raise BackendNotAvailableError(f"there is no mpiexec beside this Python nor on the PATH; {remedy('mpich')}")
     command = [mpiexec, "-n", "2", sys.executable, "-m", __name__, "11" if quick else "51"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if finished.returncode:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import gradscale
-from benchmarks.measure import NotOnThisMachineError, Row, compared
+from benchmarks.measure import Row, compared
 from gradscale.errors import BackendNotAvailableError
 
 Array = Any
@@ -35,10 +35,7 @@ def _cupy():
 
     from gradscale_cupy.availability import require_device
 
-    try:
-        require_device()
-    except BackendNotAvailableError as error:
-        raise NotOnThisMachineError(str(error)) from error
+    require_device()
     return cupy
 
 
@@ -48,7 +45,7 @@ def _torch(cupy):
 
     if not torch.cuda.is_available():
         msg = "torch finds no CUDA device, and its kernel is the peer: install torch built for CUDA (pytorch.org)"
-        raise NotOnThisMachineError(msg)
+        raise BackendNotAvailableError(msg)
     ours, theirs = cupy.cuda.get_current_stream().ptr, torch.cuda.current_stream().cuda_stream
     if ours != theirs:
         advice = "unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"

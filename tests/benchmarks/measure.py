@@ -14,10 +14,6 @@ Calls = Mapping[str, Run | tuple[Run, Run]]
 """By name what is timed, or that and what then has to be done, off the clock, before it can be called again."""
 
 
-class NotOnThisMachineError(Exception):
-    """A case needs what this machine lacks, such as a device; the text says what, and what to do."""
-
-
 class Idle:
     """An optimizer that does nothing."""
 
