@@ -20,8 +20,6 @@ from worlds import Failure, MPIWorld, ProcessWorld, ThreadWorld, agree
 
 import gradscale
 
-World = ThreadWorld | ProcessWorld
-
 LATER = pytest.mark.tier("ranks")
 TIMEOUT, GRACE, LONGER = 3.0, 5.0, 5.0  # seconds; the last is longer than the timeout
 
@@ -173,7 +171,7 @@ def absence(group, operation: str, absent_rank: int, how: str, settings: dict[st
         pytest.param("torch fused", "is late", marks=[LATER, pytest.mark.torch]),
     ],
 )
-def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, operation: str, how: str, tmp_path: Path):
+def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world, operation: str, how: str, tmp_path: Path):
     absent_rank = (world.size - 1) // 2 if isinstance(world, ThreadWorld) else world.size - 1
     settings = {"timeout": world.short_timeout, "folder": str(tmp_path)}
     results = world.run(absence, operation, absent_rank, how, settings)
