@@ -51,6 +51,7 @@ def test_nothing_is_loaded_but_what_comes_along(steps: dict[str, set[str]]):
 
 
 def test_help_is_the_docstring_which_has_every_public_name():
+    assert "__version__" in dir(gradscale)
     for name in {*dir(gradscale)} - {*gradscale.errors.__all__, "__version__"}:
         assert getattr(gradscale, name) is not None
         assert re.search(rf"\b{name}\b", gradscale.__doc__ or ""), name
