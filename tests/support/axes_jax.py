@@ -47,14 +47,6 @@ def assert_same_bits(left, right):
         np.testing.assert_array_equal(a, b, err_msg=where)
 
 
-def assert_close(left, right):
-    """Compare trees up to float32's rounding, which a compiler's fused multiply-adds change; integers exactly."""
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_allclose(a, b, rtol=2e-5 if a.dtype.kind == "f" else 0, atol=2e-7)
-
-
 def x64_mode(enabled: bool) -> AbstractContextManager[None]:
     """Return a context with or without float64; older JAX has it elsewhere."""
     mode = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
