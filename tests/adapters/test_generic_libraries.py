@@ -13,7 +13,7 @@ from libraries import Library, opened
 from optimizers import Tree
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, registry
+from gradscale import GradScaler, registry
 from gradscale.core.backend import Backend
 from gradscale.testing import check_library
 
@@ -46,7 +46,8 @@ def test_dask_computes_once_for_each_step_and_its_plan_does_not_grow(dask: Libra
             sizes.append(len(dict(scaler.scale(dask.asarray(1.0)).dask)))
             value = math.inf if iteration == 3 else 1.0
             for number in range(optimizers):
-                optimizer = Tree([dask.asarray([value]), dask.asarray([value, 3.0])])
+                # In chunks, of which the last is bad.
+                optimizer = Tree([dask.asarray([2.0]), dask.asarray([3.0, value]).rechunk(1)])
                 if explicit:
                     scaler.unscale_(optimizer)
                 assert len(computed) == number
@@ -56,18 +57,6 @@ def test_dask_computes_once_for_each_step_and_its_plan_does_not_grow(dask: Libra
             assert len(computed) == optimizers
         assert max(sizes[3:]) <= max(sizes[:3]), sizes
         assert scaler.get_scale() == 16.0
-
-
-def test_arrays_of_dask_in_chunks_are_judged_in_every_chunk(dask: Library):
-    from dask import array
-
-    state = DynamicScale(init_scale=4.0).init(dask.asarray(1.0))
-    for place in range(6):
-        values = np.arange(6, dtype=np.float32)
-        values[place] = np.nan
-        unscaled, nonfinite = gradscale.unscale([array.from_array(values, chunks=2)], state)
-        assert dask.item(nonfinite) == 1
-        dask.assert_array(unscaled[0], values / 4)
 
 
 @pytest.fixture
@@ -86,14 +75,11 @@ def test_ndonnx_serves_the_core_as_it_is(ndonnx):
 
 @pytest.mark.parametrize("quantity", ["loss", "norm"])
 def test_a_rule_for_spikes_judges_arrays_of_a_library_that_moves_none(ndonnx, quantity):
-    scaler, optimizer = GradScaler(skip=gradscale.SkipSpikes(window=8, of=quantity)), Tree()
-    reasons = []
-    for step in range(7):
-        value = np.float32(100.0 if step == 5 else 2.0 + step % 2)
+    scaler, optimizer = GradScaler(skip=gradscale.SkipSpikes(above=50.0, of=quantity)), Tree()
+    for value, reason in ((np.float32(2.0), "stepped"), (np.float32(100.0), "spike")):
         factor = scaler.scale(ndonnx.asarray(value)) / ndonnx.asarray(value)
         optimizer.grads = [ndonnx.asarray(np.full(2, value, np.float32)) * factor]
         scaler.unscale_(optimizer, max_norm=1e6)
         scaler.step(optimizer)
         scaler.update()
-        reasons.append(scaler.last_step(optimizer).reason)
-    assert reasons == ["stepped"] * 5 + ["spike", "stepped"]
+        assert scaler.last_step(optimizer).reason == reason

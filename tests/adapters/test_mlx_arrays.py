@@ -69,14 +69,6 @@ def test_an_iteration_evaluates_once(monkeypatch: pytest.MonkeyPatch):
     assert (tree.steps, scaler.get_scale(), weights.tolist()) == (5, 512.0, [0.5**5] * 3)
 
 
-def test_master_gradients_have_the_dtype_that_is_asked_for():
-    scaler, tree = GradScaler(init_scale=4.0), Tree([mx.array([4.0, 8.0, 2.0**-24], mx.float16)])
-    tree.master_dtype = mx.float32  # type: ignore[attr-defined]
-    scaler.scale(mx.array(1.0))
-    scaler.step(tree)
-    assert (tree.grads[0].dtype, tree.grads[0].tolist()) == (mx.float32, [1.0, 2.0, 2.0**-26])
-
-
 def test_what_a_scaler_cannot_do_in_a_transformed_function_or_with_an_optimizer_alone_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from axes import require
 from commands import python
+from exactness import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
@@ -37,13 +38,6 @@ def overwrite(backend: NumpyBackend, grads: list[Any]):
     return backend.unscale(grads, state_of(), out=grads)
 
 
-def same(got, expected, dtype):
-    """Assert dtype, shape and values, NaN equal to NaN."""
-    assert got.dtype == dtype, got.dtype
-    wide, wanted = np.asarray(got).astype(np.float64), np.asarray(expected, dtype=np.float64)
-    np.testing.assert_array_equal(wide, wanted, strict=True)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_otherwise_new_plain_arrays_come_back(backend: NumpyBackend, dtype: np.dtype[Any]):
     grads = [np.array([8.0, -16.0], dtype), np.array(24.0, dtype), np.array([], dtype), dtype.type(8.0)]
@@ -53,9 +47,9 @@ def test_otherwise_new_plain_arrays_come_back(backend: NumpyBackend, dtype: np.d
         got, count = backend.unscale(grads, state_of(), dtype=wanted)
         for after, before, expected in zip(got, grads, ([1.0, -2.0], 3.0, [], 1.0), strict=True):
             assert (type(after), after.flags.writeable, np.shares_memory(after, before)) == (np.ndarray, True, False)
-            same(after, expected, dtype if wanted is None else np.dtype(wanted))
+            assert_same(after, np.asarray(expected, dtype if wanted is None else wanted))
         assert int(count) == 0
-    same(grads[0], [8.0, -16.0], dtype)
+    assert grads[0].tolist() == [8.0, -16.0]
     # A scalar has nothing to be overwritten.
     (scalar, _), count = overwrite(backend, [grads[3], np.full(1, np.nan, dtype)])
     assert (type(scalar), scalar.shape, scalar.dtype, float(scalar), int(count)) == (np.ndarray, (), dtype, 1.0, 1)
@@ -91,7 +85,6 @@ COPY = r"gradient 1, shape \(2, 3\), float32, is read-only .* assign a copy \(gr
 REFUSED: dict[str, tuple[Array, str]] = {
     "empty": (np.broadcast_to(np.float32(1), (0, 3)), "read-only"),
     "read-only": (np.broadcast_to(np.ones((2, 3), np.float32), (2, 3)), COPY),
-    "broadcast": (np.broadcast_to(np.float16(1), (3,)), "gradient 1, .* is read-only"),
     "no stride": (OVERLAPPING, r"gradient 1, shape \(4, 3\), strides \(0, 4\), overlaps itself"),
     "half an item": (as_strided(np.ones(6, np.float32), (8,), (2,)), "gradient 1, .* overlaps itself"),
 }

@@ -120,15 +120,12 @@ def test_arrays_of_any_bits_types_and_layouts_are_the_oracles(
     check_all(module, sources, outs, data.draw(any_inverse | st.sampled_from(INVERSES)))
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["kernels", "fast"])
 @pytest.mark.parametrize("size", [6, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE, np.dtype(np.complex64)], ids=str)
 @pytest.mark.usefixtures("small_blocks")
 def test_a_scale_of_1_multiplies_nothing_and_leaves_every_bit(
-    monkeypatch: pytest.MonkeyPatch, dtype: np.dtype[Any], size: int, fast: bool
+    monkeypatch: pytest.MonkeyPatch, backend: NumpyBackend, dtype: np.dtype[Any], size: int
 ):
-    if fast:
-        require("fast")
     nan = np.resize(np.asarray([np.nan, -0.0, 1.0, np.inf, 0.0, 3.0]).astype(dtype), size)
     # A payload, which a multiplication makes quiet.
     word = nan.view(f"u{nan.real.itemsize}")
@@ -140,7 +137,7 @@ def test_a_scale_of_1_multiplies_nothing_and_leaves_every_bit(
         raise AssertionError("nothing is to be multiplied")
 
     optimizer = Tree([nan, clean, clean.T.copy()])
-    scaler = GradScaler(policy=StaticScale(1.0), backend=NumpyBackend(fast=fast))
+    scaler = GradScaler(policy=StaticScale(1.0), backend=backend)
     scaler.scale(np.float32(1.0))
     monkeypatch.setattr(np, "multiply", refuse)
     scaler.unscale_(optimizer)
