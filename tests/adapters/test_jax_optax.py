@@ -206,6 +206,7 @@ def test_nothing_is_counted_unless_it_is_asked_for(by_optax: bool):
     (plain, step), (counting, _) = begun(by_optax), begun(by_optax, give_up_after=20)
     assert len(jax.tree.leaves(counting)) == len(jax.tree.leaves(plain)) + 1
     if by_optax:
+        assert plain.windows is None
         # A field is stored as in versions that counted nothing.
         assert jax.tree.structure(plain._replace(verdict=plain.verdict)) == jax.tree.structure(plain)
     with pytest.raises(gradscale.CallOrderError, match="counted with warn_after= or give_up_after="):

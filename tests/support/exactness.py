@@ -1,6 +1,6 @@
 """What unscaled NumPy arrays must hold, said plainly, and arrays of every value and layout to try it on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -82,16 +82,6 @@ def assert_same(actual: Array, expected: Array):
     np.testing.assert_array_equal(actual[~nan].view(words), expected[~nan].view(words))
 
 
-def contiguous(array: Array) -> Array:
-    """Return the array as it is."""
-    return array
-
-
-def fortran(array: Array) -> Array:
-    """Store the first axis fastest."""
-    return np.asfortranarray(array)
-
-
 def strided(array: Array) -> Array:
     """Leave gaps in memory along both axes."""
     room = np.zeros((2 * array.shape[0], 3 * array.shape[1]), array.dtype)
@@ -112,7 +102,7 @@ def unaligned(array: Array) -> Array:
     return view
 
 
-LAYOUTS = [contiguous, fortran, strided, reverse, unaligned]
+LAYOUTS: list[Callable[[Array], Array]] = [np.ascontiguousarray, np.asfortranarray, strided, reverse, unaligned]
 
 
 def bit_patterns(dtype: np.dtype[Any], sizes: Sequence[int]) -> st.SearchStrategy[Array]:
