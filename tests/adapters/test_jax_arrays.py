@@ -97,11 +97,8 @@ def test_no_scale_makes_gradients_vanish(scale: float):
     values = np.asarray([1.0, -1.5, 1.25, 1.9], dtype=np.float64) * min(stored, 2.0**126)
     grads = [jnp.asarray(values.astype(dtype)) for dtype in (np.float32, np.complex64)]
     expected = values.astype(np.float32).astype(np.float64) / stored
-    for run in (
-        lambda grads: gradscale.unscale(grads, state),
-        jax.jit(lambda grads: gradscale.unscale(grads, state)),
-        lambda grads: jax.jit(gradscale.unscale)(grads, state),
-    ):
+    closed = functools.partial(gradscale.unscale, state=state)
+    for run in (closed, jax.jit(closed), lambda grads: jax.jit(gradscale.unscale)(grads, state)):
         unscaled, nonfinite = run(grads)
         assert int(nonfinite) == 0
         for got in unscaled:

@@ -23,7 +23,8 @@ def main():
     rank, size, port = (int(argument) for argument in sys.argv[1:])
     jax.distributed.initialize(f"localhost:{port}", num_processes=size, process_id=rank)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    held, shared = PartitionSpec(), PartitionSpec("data")
+    whole, split = NamedSharding(mesh, held), NamedSharding(mesh, shared)
 
     def step(state, w):
         # Parameters that each device has for itself: only the agreement tells of an overflow elsewhere.
@@ -31,9 +32,7 @@ def main():
         new = gradscale_jax.select(scaled.verdict.finite, w - 0.25 * scaled.grads, w)
         return scaled.verdict, scaled.state, new
 
-    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data"))}
-    out = (PartitionSpec(), PartitionSpec(), PartitionSpec("data"))
-    mapped = jax.jit(jax.shard_map(step, mesh=mesh, out_specs=out, **specs))
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(held, shared), out_specs=(held, held, shared)))
     # The same with whole arrays, where the compiler itself finds out what to send.
     automatic = jax.jit(gradscale_jax.value_and_grad(lambda w: (w * w).sum(), POLICY))
 
