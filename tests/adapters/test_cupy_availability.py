@@ -101,9 +101,7 @@ def test_a_machine_without_a_device_is_told_where_to_look(
 
 
 @pytest.mark.parametrize(("devices", "said"), [(1, "pip install nvidia-nccl-cu12$"), (0, "CUDA finds no device")])
-def test_nccl_that_is_missing_is_named_where_there_is_a_device(
-    availability, devices: int, said: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_missing_is_named(availability, devices: int, said: str, monkeypatch: pytest.MonkeyPatch):
     from gradscale_cupy import nccl
 
     availability.runtime.getDeviceCount = lambda: devices

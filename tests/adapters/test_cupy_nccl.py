@@ -41,7 +41,7 @@ ROWS = [*(("cupy", name) for name in LIBRARIES[:2]), *(("nccl4py", name) for nam
 
 
 @pytest.fixture(params=["cupy", "nccl4py"])
-def nccl(request: pytest.FixtureRequest, cupy):
+def nccl(request: pytest.FixtureRequest, cupy):  # noqa: ARG001
     """Return the adapter for one of both bindings, and how its communicators are made and looked at."""
     if request.param == "nccl4py":
         require("nccl4py")
@@ -55,7 +55,6 @@ def nccl(request: pytest.FixtureRequest, cupy):
             collectives=adapter.backend.collectives,
             name=get_unique_id,
             make=lambda size, name, rank: Communicator.init(size, rank, name),
-            rank=lambda comm: comm.rank,
             pointer=lambda comm: comm.ptr,
             fault="invalid memory address",
             wrong=[Communicator(), get_unique_id(empty=True)],
@@ -63,19 +62,16 @@ def nccl(request: pytest.FixtureRequest, cupy):
         )
     from cupy.cuda import nccl as original
 
-    from gradscale_cupy import availability
     from gradscale_cupy import nccl as adapter
 
     if not original.available:
-        package = availability.nccl_package(cupy.cuda.runtime.runtimeGetVersion())
-        pytest.skip(f"gpu: CuPy finds no NCCL: pip install {package}")
+        pytest.skip("gpu: CuPy finds no NCCL: pip install nvidia-nccl-cu12, or -cu13 for CUDA 13")
     return SimpleNamespace(
         adapter=adapter,
         is_cupys=True,
         collectives=adapter.backend.collectives,
         name=original.get_unique_id,
         make=original.NcclCommunicator,
-        rank=lambda comm: comm.rank_id(),
         pointer=lambda comm: comm.comm,
         fault="cudaErrorIllegalAddress",
         wrong=["world", SimpleNamespace(_comm=None)],
@@ -167,12 +163,12 @@ def test_worlds_conform_and_a_bad_value_on_each_rank_in_turn_skips_the_step_on_e
     nccl, xp, in_world, size: int
 ):
     def run(comm):
-        check_collectives(nccl.collectives(comm, timeout=PATIENCE), xp.zeros((), dtype=xp.float32))
+        collectives = nccl.collectives(comm, timeout=PATIENCE)
+        check_collectives(collectives, xp.zeros((), dtype=xp.float32))
         # Of one scaler after the other.
         return [
-            train(ShardedGradScaler(group=comm, timeout=PATIENCE), xp, 1.0, math.inf if rank == bad else 1.0, 1.0)
-            for rank in [nccl.rank(comm)]
-            for bad in range(size)
+            train(ShardedGradScaler(group=comm, timeout=PATIENCE), xp, 1.0, math.inf if bad else 1.0, 1.0)
+            for bad in (collectives.rank == rank for rank in range(size))
         ]
 
     assert in_world(size, run) == [[([1, 0, 1], 32768.0)] * size] * size
@@ -304,9 +300,7 @@ def test_a_rank_that_never_comes_is_a_timeout_that_aborts_the_communicator(cupy,
 
 
 @of_cupy
-def test_errors_of_cuda_are_said_where_a_collective_is_begun_and_read(
-    cupy, comm, nccl, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_of_cuda_says_what_a_collective_was_doing(cupy, comm, nccl, monkeypatch: pytest.MonkeyPatch):
     collectives, x = nccl.collectives(comm, timeout=PATIENCE), vector(cupy, 1)
     pending, failing = collectives.start_max(np.ones(1, dtype=np.int32)), cupy.cuda.runtime.CUDARuntimeError(700)
     for name, done, call in (("asnumpy", "read", pending), ("array", "begun", lambda: collectives.start_max(x))):
