@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,6 @@ ENVIRONMENT = mpi_environment() | {
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))),
 }
-
-# What Python runs to start ranks of torch; their number follows.
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def changed(folder: Path, program: Path, *changes: tuple[str, str]) -> Path:
@@ -63,7 +60,7 @@ class Program(NamedTuple):
 
 
 def torch_command(size: int, *arguments: str) -> list[str]:
-    return [sys.executable, *TORCHRUN, str(size), *arguments]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *arguments]
 
 
 DIGITS = Program("train_digits.py", "numpy examples", None, mpi_command)
@@ -97,17 +94,12 @@ def need(program: Program, size: int):
 
 
 def launch(
-    program: Program,
-    folder: Path,
-    size: int,
-    arguments: str,
-    *changes: tuple[str, str],
-    environment: Mapping[str, str] = ENVIRONMENT,
+    program: Program, folder: Path, size: int, arguments: str, *changes: tuple[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Run an example, some of whose text may be replaced, on so many ranks."""
     need(program, size)
     path = changed(folder, EXAMPLES / program.name, *changes) if changes else EXAMPLES / program.name
-    return ran(*program.command(size, path, *arguments.split()), folder=folder, seconds=240, **environment)
+    return ran(*program.command(size, path, *arguments.split()), folder=folder, seconds=240, **ENVIRONMENT)
 
 
 def printed(completed: subprocess.CompletedProcess[str]) -> list[str]:
@@ -173,13 +165,11 @@ def check(text: list[str], folder: Path, program: Program, steps: int, skips: li
     assert [path.name for path in folder.iterdir()] == [program.name.replace(".py", ".png")]
 
 
-def run_and_check(folder: Path, program: Program, size: int, rank: int, more: str, **options) -> str:
+def run_and_check(folder: Path, program: Program, size: int, rank: int, more: str) -> str:
     """Run an example with a bad step on a rank, and assert what it shows; return its first line."""
     arguments, steps, skip, last = TOLD[program.name]
     ranks = "rank 0" if size == 1 else f"ranks {' '.join(map(str, range(size)))}"
-    text = printed(
-        launch(program, folder, size, f"{arguments.format(rank=rank)} --steps {steps} {more}".rstrip(), **options)
-    )
+    text = printed(launch(program, folder, size, f"{arguments.format(rank=rank)} --steps {steps} {more}".rstrip()))
     # DDP has averaged the gradients by then; a shard's overflow is seen by its owner alone.
     skip = skip.format(rank=rank, ranks=ranks, seen=ranks if more == "--ddp" else f"rank {rank}")
     check(text, folder, program, steps, [skip], last.format(where="1 rank" if size == 1 else f"{size} ranks"))
@@ -221,11 +211,11 @@ def test_all_devices_skip_where_one_overflows(tmp_path: Path):
 @pytest.mark.gpu
 @pytest.mark.torch
 @pytest.mark.parametrize("more", ["", "--fsdp1", "--ddp"])
-def test_one_process_trains_on_a_gpu(tmp_path: Path, more: str):
+def test_one_process_trains_on_a_gpu(tmp_path: Path, more: str, monkeypatch: pytest.MonkeyPatch):
     if not require("torch").cuda.is_available():
         pytest.skip("torch sees no GPU")
-    visible = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"}
-    assert run_and_check(tmp_path, FSDP, 1, 0, more, environment=visible).startswith("1 rank, nccl on cuda")
+    monkeypatch.setitem(ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "0")
+    assert run_and_check(tmp_path, FSDP, 1, 0, more).startswith("1 rank, nccl on cuda")
 
 
 @pytest.mark.parametrize(("program", "size"), [case(DIGITS, 1, "learns"), case(JAX, 1, "learns")])
