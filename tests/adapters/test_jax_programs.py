@@ -141,8 +141,9 @@ def draw(number: int) -> SimpleNamespace:
         # Where a norm is judged.
         dtypes = ("float16", "complex64") if number % 15 == 13 else chance.choice(DTYPES)
     else:
-        # The state of one that is parted is of the weight.
-        dtypes = DTYPES[2] if made.inner == "partitioned" else chance.choice(DTYPES)
+        # The state of one that is parted is of the weight, and numbers that are injected are of the first leaf.
+        alike = {"partitioned": DTYPES[2], "injected": DTYPES[0]}
+        dtypes = alike.get(made.inner) or chance.choice(DTYPES)
         made.tells_loss = made.rule is None or "norm" not in made.rule.of or chance.random() < 0.7
     if made.is_whole:
         # Of which no sum is rounded.
@@ -451,7 +452,7 @@ def left_by(program, batches: Batch, folder: Path) -> Left:
         assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(carry))
         stacked = jax.jit(lambda carry: jax.tree.map(lambda leaf: jnp.stack([leaf] * program.models), carry))
         carry, first = run(stacked(carry), halves[0])
-        fresh = jax.jit(functools.partial(jax.tree.map, jnp.zeros_like))(carry)
+        fresh = jax.tree.map(jnp.zeros_like, carry)
         carry, second = run(WAYS[program.way](carry, fresh, folder), halves[1])
         assert jax.tree.map(lambda leaf: leaf.dtype, carry) == jax.tree.map(lambda leaf: leaf.dtype, fresh)
         assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(carry))
