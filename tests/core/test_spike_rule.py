@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import Library
-from lives import Memory
 from tiers import examples
 
 from gradscale import InvalidTypeError, InvalidValueError, SkipSpikes
@@ -31,14 +30,32 @@ def draw_rule(chance: random.Random, size: float) -> SkipSpikes:
     return SkipSpikes(window, deviations, of="loss", learns_from_skipped=learns, patience=patience, **bound)
 
 
-def is_near(rule: SkipSpikes, window: list[float], x: float) -> bool:
-    """Tell whether float32 may judge a value otherwise than exact numbers do."""
-    if rule.above is not None or not math.isfinite(x) or len(window) < 2:
-        return False
-    far = x - statistics.fmean(window)
-    far = abs(far) if rule.sides == "both" else far
-    bound = rule.deviations * statistics.stdev(window)
-    return abs(far - bound) < 1e-4 * max(abs(value - x) for value in window)
+class Exact:
+    """The rule in exact numbers: the values in its window, and how many were skipped in a row."""
+
+    def __init__(self, rule: SkipSpikes):
+        self.rule, self.skipped, self.values = rule, 0, list[float]()
+
+    def judge(self, x: float) -> bool | None:
+        """Tell whether a value is a spike; None where float32 may judge otherwise."""
+        rule, values = self.rule, self.values
+        if rule.above is not None:
+            return not -INF < x <= rule.above
+        if len(values) < rule.min_values or not math.isfinite(x):  # type: ignore[operator]
+            return len(values) >= rule.min_values  # type: ignore[operator]
+        far = x - statistics.fmean(values)
+        far = abs(far) if rule.sides == "both" else far
+        bound = rule.deviations * statistics.stdev(values)
+        return None if abs(far - bound) < 1e-4 * max(abs(value - x) for value in values) else far > bound
+
+    def learn(self, x: float, is_spike: bool):
+        is_taken = not is_spike or self.rule.learns_from_skipped or self.skipped == self.rule.patience
+        if math.isfinite(x) and is_taken:
+            self.values = [*self.values, x][-self.rule.window :]
+        if is_spike:
+            self.skipped = min(self.skipped + 1, self.rule.patience)
+        elif math.isfinite(x):
+            self.skipped = 0
 
 
 def draw_value(chance: random.Random) -> float:
@@ -53,7 +70,7 @@ def test_any_run_of_one_or_several_quantities_is_that_of_exact_numbers(arrays: L
         kinds = [(1.0, name) for name in arrays.reals] + [(2.0**k, "float32") for k in (100, -100)]
         size, dtype = chance.choice(kinds)
         rule, several = draw_rule(chance, size), chance.choice([1, 3])
-        memories, state = [Memory(rule) for _ in range(several)], rule.init(arrays.asarray(0.0))
+        models, state = [Exact(rule) for _ in range(several)], rule.init(arrays.asarray(0.0))
         if several > 1:
             # They are judged at once, as each is alone.
             state = SpikeState(*(arrays.xp.stack([field] * several) for field in state))
@@ -65,19 +82,18 @@ def test_any_run_of_one_or_several_quantities_is_that_of_exact_numbers(arrays: L
             assert (told.shape, told.dtype) == (x.shape, arrays.dtype("bool"))
             values, spikes = (arrays.to_numpy(one).reshape(-1).tolist() for one in (x, told))
             counts.update(spikes)
-            for memory, value, is_spike in zip(memories, values, spikes, strict=True):
-                window = memory.of(0)["loss"]["values"]
-                assert is_near(rule, window, value) or is_spike == memory.finds_spike(0, {"loss": value}), (seed, value)
+            for model, value, is_spike in zip(models, values, spikes, strict=True):
+                assert model.judge(value) in (is_spike, None), (seed, value)
             if chance.random() < 0.1:
                 # As after an overflow, which neither counts nor begins the count of spikes again.
                 x, told, values, spikes = x * NAN, told & ~told, [NAN] * several, [False] * several
             state = rule.learn(state, x, skipped=told)
             assert [field.dtype for field in state] == [arrays.dtype(name) for name in FIELDS]
             saved = [arrays.to_numpy(field).tolist() for field in state]
-            for k, (memory, value, is_spike) in enumerate(zip(memories, values, spikes, strict=True)):
-                memory.learn(0, {"loss": value}, is_spike)
+            for k, (model, value, is_spike) in enumerate(zip(models, values, spikes, strict=True)):
+                model.learn(value, is_spike)
                 window, count, skipped = (one[k] for one in saved) if several > 1 else saved
-                assert {"values": window[rule.window - count :], "skipped": skipped} == memory.of(0)["loss"], seed
+                assert (window[rule.window - count :], skipped) == (model.values, model.skipped), seed
             if chance.random() < 0.1:
                 state = SpikeState(*map(arrays.asarray, saved, FIELDS))
     assert min(counts[True], counts[False]) > 100
