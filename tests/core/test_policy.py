@@ -3,6 +3,7 @@
 import math
 import operator
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,49 +20,8 @@ TRACED = LONG = True
 SMALLEST = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)
 MOST = 2**31 - 1
-
-
-class Model:
-    """The rule in plain numbers: what a step makes of a scale and its trackers."""
-
-    def __init__(self, policy: DynamicScale, numbers: tuple[float, int, int, int]):
-        self.policy, self.numbers = policy, numbers
-
-    def is_due(self) -> bool:
-        """Tell whether an overflow would back off: the last one that is tolerated, or too many of the steps."""
-        _, _, overflows, steps = self.numbers
-        if self.policy.tolerance is None:
-            return overflows + 1 >= self.policy.hysteresis
-        share = np.float32(min(overflows + 1, MOST)) / np.float32(min(steps + 1, MOST))
-        return bool(share >= np.float32(self.policy.tolerance))
-
-    def lowered(self) -> float:
-        scale, smallest = self.numbers[0], self.policy.min_scale
-        product = float(np.float32(scale * self.policy.backoff_factor))
-        return scale if product < smallest and self.policy.at_min == "hold" else max(product, smallest)
-
-    def raised(self) -> float:
-        scale, largest = self.numbers[0], self.policy.max_scale
-        with np.errstate(over="ignore"):
-            product = float(np.float32(scale * self.policy.growth_factor))
-        return min(product, largest or (product if math.isfinite(product) else scale))
-
-    def step(self, is_overflow: bool) -> tuple[float, int, int, int]:
-        policy, (scale, run, overflows, steps), due = self.policy, self.numbers, self.is_due()
-        needed = policy.growth_interval + (policy.growth_after != "interval")
-        run = 0 if is_overflow else min(run + 1, needed)
-        grows, backs_off = run == needed, is_overflow and due
-        scale = self.raised() if grows else self.lowered() if backs_off else scale
-        run = int(policy.growth_after == "first_interval_plus_one") if grows else run
-        if policy.tolerance is not None:
-            overflows, steps = min(overflows + is_overflow, MOST), min(steps + 1, MOST)
-            overflows, steps = (0, 0) if backs_off else (overflows, 0 if grows else steps)
-        elif policy.hysteresis > 1:
-            overflows = min(overflows + is_overflow, policy.hysteresis) if is_overflow else overflows
-            happened = {"clean_step": not is_overflow, "growth": grows, "backoff": backs_off}
-            overflows *= not any(happened[event] for event in policy.hysteresis_refill)
-        self.numbers = scale, run, overflows, steps
-        return self.numbers
+# The rule a second time, for Python's numbers; ../parity holds when it grows and backs off to other systems.
+plain: Callable[..., Any] = next_numbers
 
 
 def draw_policy(chance: random.Random) -> DynamicScale:
@@ -97,19 +57,26 @@ def test_any_run_of_any_policy_from_any_state_is_that_of_plain_numbers(arrays: L
         edges = [0, 1, policy.growth_interval, 1500, MOST - 3, MOST]
         trackers = [0, 0, 0] if is_fresh else chance.choices(edges, k=3)
         state = start(arrays, policy, **dict(zip(ScaleState._fields[1:], trackers, strict=True)))
-        model = Model(policy, (policy.init_scale, *trackers))
+        numbers = (policy.init_scale, *trackers)
         for _ in range(6 if arrays.is_slow else 12):
-            due = model.is_due() and model.numbers[0] <= policy.min_scale
-            told = policy.at_min_scale(state)
-            assert (None if told is None else arrays.item(told)) == (due if policy.at_min == "raise" else None)
-            assert arrays.state(policy.backoff(state)) == (model.lowered(), 0, 0, 0)
+            scale, _, overflows, steps = numbers
+            with np.errstate(over="ignore"):
+                down, up = (float(np.float32(scale * x)) for x in (policy.backoff_factor, policy.growth_factor))
+            lowered = scale if down < policy.min_scale and policy.at_min == "hold" else max(down, policy.min_scale)
+            assert arrays.state(policy.backoff(state)) == (lowered, 0, 0, 0)
+            raised = min(up, policy.max_scale or (up if math.isfinite(up) else scale))
+            assert arrays.item(policy.raised_scale(arrays.xp, state.scale)) == raised
+            share = np.float32(min(overflows + 1, MOST)) / np.float32(min(steps + 1, MOST))
+            is_due = share >= np.float32(policy.tolerance or 0.0) and overflows + 1 >= policy.hysteresis
+            told, is_told = policy.at_min_scale(state), is_due and scale <= policy.min_scale
+            assert (None if told is None else arrays.item(told)) == (is_told if policy.at_min == "raise" else None)
             dtype = chance.choice(["bool", "int8", "int32", "int32", "int64", "float32"])
             count = int(chance.random() < 0.4) * (chance.choice([1, 2, 7, MOST, -1]) if dtype == "int32" else 1)
-            plain = next_numbers(policy, model.numbers, count)
+            numbers = plain(policy, numbers, count)
             state = policy.update(state, nonfinite=arrays.asarray(count, dtype))
-            assert arrays.state(state) == model.step(count != 0) == plain, (seed, policy)
-            assert [type(field) for field in plain] == [float, int, int, int]
-            assert not is_fresh or all(map(operator.le, plain[1:], policy.largest_trackers)), (seed, policy)
+            assert arrays.state(state) == numbers, (seed, policy)
+            assert [type(field) for field in numbers] == [float, int, int, int]
+            assert not is_fresh or all(map(operator.le, numbers[1:], policy.largest_trackers)), (seed, policy)
 
 
 def test_a_static_scale_never_changes(arrays: Library):
