@@ -1,6 +1,8 @@
 """load_foreign_state: what it recognises, what it says was missing, and what it refuses, saying why."""
 
+import contextlib
 import io
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,16 @@ STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int, set[str]]] = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_format_is_recognised_by_its_keys_and_translated(name: str):
+def test_a_format_is_recognised_by_its_keys_and_translated_and_arrays_of_one_element_are_numbers(
+    arrays: Library, name: str
+):
+    def arrayed(value, shape: list[int]):
+        if isinstance(value, Mapping):
+            return {key: arrayed(inner, shape) for key, inner in value.items()}
+        if isinstance(value, bool) or type(value) not in (int, float):
+            return value
+        return arrays.asarray([value] if shape else value, "int32" if isinstance(value, int) else "float32")
+
     state, system, scale, growth, overflows, missing = STATES[name]
     before = dict(state)
     for form in (None, system):
@@ -67,22 +78,12 @@ def test_a_format_is_recognised_by_its_keys_and_translated(name: str):
         assert all(f"{setting} = {value}" in str(loaded) for setting, value in loaded.assumed.items())
         assert f"scale {scale!r}" in str(loaded)
         assert ("assumed" in str(loaded)) is bool(missing)
-    assert state == before
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_one_element_arrays_of_any_library_are_numbers(arrays: Library, name: str):
-    def arrayed(value, shape: list[int]):
-        if isinstance(value, Mapping):
-            return {key: arrayed(inner, shape) for key, inner in value.items()}
-        if isinstance(value, bool) or type(value) not in (int, float):
-            return value
-        return arrays.asarray([value] if shape else value, "int32" if isinstance(value, int) else "float32")
-
-    state = STATES[name][0]
-    expected = load_foreign_state(state)
     for shape in ([], [1]):
-        assert load_foreign_state(arrayed(state, shape)) == expected
+        assert load_foreign_state(arrayed(state, shape)) == load_foreign_state(state)
+    for key, load in itertools.product(state, (load_foreign_state, GradScaler().load_state_dict)):
+        with contextlib.suppress(StateDictError):
+            load({name: state[name] for name in state if name != key})
+    assert state == before
 
 
 def test_a_static_scale_stays_static():
