@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,17 +24,12 @@ def test_it_says_what_a_look_at_every_element_says(axes: list[tuple[int, int]], 
     assert overlaps_itself(shape, strides, itemsize) == enumerated(axes, itemsize)
 
 
-@pytest.mark.parametrize(
-    ("shape", "strides", "expected"),
-    [
-        # Too many elements to be listed.
+def test_layouts_of_too_many_elements_to_be_listed_are_known():
+    for shape, strides, expected in (
         ((30_000_000,), (0,), True),
         ((10**9, 10**9), (10**9, 0), True),
         ((10**9, 10**9), (0, 1), True),
-        ((0, 3), (0, 0), False),
         ((10**6, 10**6), (3, 2 * 10**6 + 11), False),
         ((10**6, 10**6), (2, 10**6), True),
-    ],
-)
-def test_known_layouts(shape: tuple[int, ...], strides: tuple[int, ...], expected: bool):
-    assert overlaps_itself(shape, strides) is expected
+    ):
+        assert overlaps_itself(shape, strides) is expected

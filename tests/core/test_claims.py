@@ -116,14 +116,6 @@ def test_a_message_that_meets_a_rank_which_tells_its_claim_is_an_error_of_its_ow
     run_ranks(2, rank)
 
 
-def assert_unanswered(error: Exception, scale: float):
-    """Assert that a rank that tells, and hears nothing, says what it knows: the scales, and its own claim."""
-    assert type(error) is gradscale.ScaleDesyncError
-    assert f"scale from 4.0 to 8.0 (here {scale}); what this rank holds is call=" in str(error)
-    assert "Call set_group() with another group, too, since some rank has not told its own in time" in str(error)
-    assert isinstance(error.__cause__, TimeoutError)
-
-
 def test_a_wait_without_an_end_ends_when_a_rank_tells(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agreement, "_PATIENCE", 0.3)
 
@@ -143,7 +135,11 @@ def test_a_wait_without_an_end_ends_when_a_rank_tells(monkeypatch: pytest.Monkey
     begin = time.monotonic()
     first, second = run_ranks(2, rank, timeout=600.0)[1]
     assert time.monotonic() - begin < 60.0
-    assert_unanswered(first, 8.0)
+    # It tells, hears nothing, and says what it knows: the scales, and its own claim.
+    assert type(first) is gradscale.ScaleDesyncError
+    assert "scale from 4.0 to 8.0 (here 8.0); what this rank holds is call=" in str(first)
+    assert "Call set_group() with another group, too, since some rank has not told its own in time" in str(first)
+    assert isinstance(first.__cause__, TimeoutError)
     assert second is first
 
 
@@ -266,10 +262,6 @@ class Schedule:
     names: Any = ("embedding", "head", "norm", "bias", "router")
 
 
-class Opaque:
-    """An object that says nothing of itself."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Own(gradscale.DynamicScale):
     """A policy with one setting more."""
@@ -326,22 +318,15 @@ def endless():
     return found
 
 
-@dataclasses.dataclass
-class Changeable:
-    """A setting that may differ from one step to the next."""
-
-    factor: float = 1.0
-
-
 MUST = r"the policy Own\.setting must be"
 REFUSED: dict[str, tuple[Any, str]] = {
-    "object": (Opaque(), MUST),
-    "in a tuple": ((1, Opaque()), r"Own\.setting\[1\] must be"),
-    "in a dataclass": (Schedule(Opaque()), r"Own\.setting\.kind must be"),
+    "object": (object(), MUST),
+    "in a tuple": ((1, object()), r"Own\.setting\[1\] must be"),
+    "in a dataclass": (Schedule(object()), r"Own\.setting\.kind must be"),
     "lambda": (lambda step: step, f"{MUST} .* make it a number, text, bytes, an"),
     "list": ([1], MUST),
     "array": (np.zeros(2), MUST),
-    "dataclass that is not frozen": (Changeable(), MUST),
+    "dataclass that is not frozen": (dataclasses.make_dataclass("Changeable", [("factor", float)])(1.0), MUST),
     "endless": (endless(), "holds itself"),
 }
 

@@ -105,19 +105,13 @@ def recorded(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return Recorded(strict, monkeypatch)
 
 
-def policies():
-    """Return policies with each setting that computes something of its own."""
-    bounds: list[dict[str, Any]] = [{"at_min": "clamp"}, {"at_min": "hold"}, {"at_min": "raise", "max_scale": 2.0**20}]
-    patience = [
-        {"growth_factor": 1.7},
-        {"hysteresis": 3, "hysteresis_refill": ("growth", "backoff")},
-        {"tolerance": 0.3},
-    ]
-    afters = ("interval", "first_interval_plus_one", "interval_plus_one")
-    for after, bound in zip(afters, bounds, strict=True):
-        for own in patience:
-            yield DynamicScale(growth_after=after, **bound, **own)
-    yield from (gradscale.StaticScale(8.0), presets.chainer())
+# With each setting that computes something of its own.
+POLICIES = (
+    DynamicScale(growth_factor=1.7, growth_after="interval_plus_one"),
+    DynamicScale(hysteresis=3, hysteresis_refill=("growth", "backoff"), at_min="hold"),
+    DynamicScale(tolerance=0.3, at_min="raise", max_scale=2.0**20, growth_after="first_interval_plus_one"),
+    *(gradscale.StaticScale(8.0), presets.chainer()),
+)
 
 
 def functional_step(library: Library, policy):
@@ -172,7 +166,7 @@ def test_each_feature_asks_for_the_listed_functions_and_members_and_no_others_an
     strict: Library, recorded: Recorded, feature: str
 ):
     listed, options = FEATURES[feature]
-    for policy in policies() if feature == "core" else ():
+    for policy in POLICIES if feature == "core" else ():
         functional_step(strict, policy)
     assert recorded.members.isdisjoint(READS)
     for options["policy"] in (DynamicScale(at_min="raise"), DynamicScale())[: 1 + (feature == "core")]:
