@@ -12,7 +12,7 @@ import functools
 import math
 import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from axes_torch import GradScaler, StepGuard, TorchScaler, torch
 from host_cuda import installed, on_host
-from small_torch import Group, Small, groups_in_use
+from scenarios import Alone
+from small_torch import Small, groups_in_use
 from tiers import examples, later
 from torch.amp.grad_scaler import OptState
 
@@ -149,7 +150,7 @@ class Life:
         self.policy = choice([of_factors, of_factors, *others, gradscale.StaticScale(scale), FallsFast(scale)])
         carriers = choice([NCCL] if is_captured else [NCCL, {"cpu": "gloo"}])
         carriers = {"cpu": "gloo"} if home == "cpu" else carriers
-        makers = [Group, lambda: ProcessGroup(cuda, carriers)]
+        makers = [Alone, lambda: ProcessGroup(cuda, carriers)]
         self.groups = [choice(makers)() for _ in range(self.chance.randrange(3))] or None
         # What is clipped is exact, so that it does not matter in which order squares are added.
         self.clips = self.groups is None and self.draws(0.4)
@@ -324,25 +325,18 @@ PLACES = [
 ]
 
 
-@contextlib.contextmanager
-def other_defaults() -> Iterator[None]:
-    """Let the user's default device and dtype be none that anything here is made of."""
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.set_default_dtype(usual)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("share", [0, *later("ranks", *range(1, 8))])
 def test_a_random_run_is_the_same_wherever_its_loss_and_its_gradients_are_and_whatever_the_defaults(cuda, share: int):
     for seed in range(share, examples(200), 8):
         expected = repr(Life(seed, cuda, "cpu", ("cpu", "cpu", "cpu")).lived())
-        for place in PLACES:
-            with other_defaults() if seed % 3 == 0 else contextlib.nullcontext():
+        with contextlib.ExitStack() as defaults:
+            if seed % 3 == 0:
+                # None that anything here is made of.
+                defaults.enter_context(torch.device("meta"))
+                defaults.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
+            for place in PLACES:
                 assert repr(Life(seed, cuda, *place).lived()) == expected, (seed, place)
 
 
@@ -510,7 +504,7 @@ IN_A_GRAPH: dict[str, tuple[Any, str, str, str]] = {
 @pytest.mark.parametrize("name", IN_A_GRAPH)
 def test_what_needs_the_host_is_refused_in_a_graph(cuda, name: str):
     call, variant, kind, said = IN_A_GRAPH[name]
-    groups = {"": [], "fresh": [Group()], "gloo": groups_in_use(1, lambda: ProcessGroup(cuda, {"cpu": "gloo"}))}
+    groups = {"": [], "fresh": [Alone()], "gloo": groups_in_use(1, lambda: ProcessGroup(cuda, {"cpu": "gloo"}))}
     run = run_on(GradScaler("cuda", init_scale=4.0, group=groups[kind] or None), variant, "cuda")
     if name != "first-scale":
         run.give(1.0)

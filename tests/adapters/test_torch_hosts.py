@@ -235,35 +235,6 @@ def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss():
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 2)
 
 
-class Judging(torch.optim.SGD):  # type: ignore[misc]
-    """As NeMo's: it takes the scaler, unscales and judges by itself, and says so."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler=None):  # noqa: ARG002
-        (parameter,) = self.param_groups[0]["params"]
-        parameter.grad.mul_(1 / grad_scaler._scale)
-        grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
-        parameter.data.sub_(parameter.grad)
-
-
-@pytest.mark.filterwarnings("ignore:.*takes grad_scaler=.*:FutureWarning")
-def test_a_refused_step_of_an_optimizer_that_judges_by_itself_is_not_made_and_over_a_group_an_error():
-    def refused(group=None) -> tuple[list[float], str]:
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        optimizer, scaler = Judging([parameter]), GradScaler("cpu", init_scale=4.0, group=group)
-        scaler.scale(parameter.sum()).backward()
-        scaler.refuse(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.counts()["refused"] == 1
-        return parameter.tolist(), scaler.last_step(optimizer).reason
-
-    assert refused() == ([0.0], "refused")
-    with pytest.raises(gradscale.CallOrderError, match="let the framework's own flags skip the step"):
-        gradscale.testing.run_ranks(2, refused)
-
-
 # What Lightning's users do by hand.
 
 

@@ -139,7 +139,7 @@ def test_a_run_that_the_original_began_goes_on_as_there(
 # Those of which there is nothing here but a record.
 
 WINDOW = {"scale_factor": 2.0, "scale_window": 4}
-SAVED_BY_RECORD = ("apex", "megatron", "deepspeed")
+SAVED_BY_RECORD = ("apex.amp_C", "apex.fp16_utils", "apex.contrib", "megatron", "deepspeed")
 RECORDED: dict[str, Any] = {
     name: variant["scale_after_each_step"]
     for name, variant in TRACES["implementations"].items()
@@ -168,10 +168,6 @@ def loaded_at(name: str, scales: list[float], before: str) -> ForeignState:
         counted |= {"min_scale": 1, "delayed_shift": hysteresis, "cur_hysteresis": max(hysteresis - spent, 1)}
         flags = {"consecutive_hysteresis": "consecutive=True", "raise_error_at_min_scale": "raise=True"}
         return load_foreign_state(counted | {key: text in name for key, text in flags.items()})
-    if "amp.LossScaler" in name:
-        smallest = {"min_scale": 1.0} if "min=1.0" in name else {}
-        saved = {"loss_scaler0": {"loss_scale": scale, "unskipped": clean % 4}}
-        return load_foreign_state(saved, growth_interval=4, max_scale=4096.0, **smallest)
     if "contrib" in name or "stage0" in name:
         counted["dynamic_loss_scale"] = True
     return load_foreign_state(counted, format=name.partition(".")[0])

@@ -29,8 +29,8 @@ _READS = {
 }
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _GET_GRADIENT, _SET_GRADIENT = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
-_READS_OF_PYTHON = (Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__)
 _MAKES_FROM_PYTHON = (torch.tensor, torch.asarray, torch.as_tensor)
+_READS_OF_PYTHON = (Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__)
 
 
 class DeviceTensor(Tensor):
@@ -61,15 +61,12 @@ class Graph:
     def __init__(self):
         self.calls: list[Callable[[], None]] = []
         self.made: list[Tensor] = []
-        self._before: list[tuple[Tensor, Tensor]] = []
-
-    def save(self, values: Tensor):
-        """Keep what is about to be overwritten, which the capture itself does not do."""
-        self._before.append((values, values.clone()))
+        # What the capture itself does not overwrite.
+        self.before: list[tuple[Tensor, Tensor]] = []
 
     def end(self):
         """Undo what was computed to find out the shapes."""
-        for values, before in reversed(self._before):
+        for values, before in reversed(self.before):
             values.copy_(before)
         for values in self.made:
             values.fill_(_GARBAGE)
@@ -143,8 +140,7 @@ class HostCuda:
             return self._copied(*args, **kwargs)
         if func is aten.copy_.default:
             return self.copied_into(*args, **kwargs)
-        if kwargs.pop("pin_memory", False):
-            self.refuse_capture()
+        kwargs.pop("pin_memory", None)
         flat, spec = tree_flatten((args, kwargs))
         tensors = [one for one in flat if isinstance(one, DeviceTensor)]
         devices = {one.device for one in tensors}
@@ -155,22 +151,21 @@ class HostCuda:
         if len(devices) > 1 or (devices and others):
             msg = f"Expected all tensors to be on the same device, but {func} found {sorted(map(str, devices))} and cpu"
             raise RuntimeError(msg)
-        home = next(iter(devices), None)
-        if home is not None and func in _READS:
+        if not devices:
+            return func(*args, **kwargs)
+        (home,) = devices
+        if func in _READS:
             self.wait(home, str(func))
         by_values = {id(one.values): one for one in tensors}
         args, kwargs = tree_unflatten(list(map(on_host, flat)), spec)
-        if home is not None and "device" in kwargs:
-            kwargs = {**kwargs, "device": _CPU}
-        made = self._launched(func, args, kwargs) if home is not None else func(*args, **kwargs)
+        if "device" in kwargs:
+            kwargs["device"] = _CPU
 
         def wrapped(value):
-            if not isinstance(value, Tensor) or home is None:
-                return value
-            known = by_values.get(id(value))
-            return DeviceTensor(value, home) if known is None else known
+            known = by_values.get(id(value), value)
+            return DeviceTensor(value, home) if known is value and isinstance(value, Tensor) else known
 
-        return tree_map(wrapped, made)
+        return tree_map(wrapped, self._launched(func, args, kwargs))
 
     def _launched(self, func, args, kwargs):
         """Run a kernel, or record it where a graph is captured."""
@@ -181,8 +176,7 @@ class HostCuda:
             return func(*args, **kwargs)
         given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
         if func._schema.is_mutable:
-            for one in given:
-                graph.save(one)
+            graph.before += [(one, one.clone()) for one in given]
         made = func(*args, **kwargs)
         known = {one.untyped_storage().data_ptr() for one in given}
         flat = [one for one in tree_flatten(made)[0] if isinstance(one, Tensor)]

@@ -7,8 +7,9 @@ from typing import Any
 
 from axes_torch import GradScaler, torch
 from host_cuda import on_host
+from scenarios import Alone
 
-__all__ = ["LAYOUTS", "Group", "Small", "assert_same", "groups_in_use", "optimizer_of", "without_kernel"]
+__all__ = ["LAYOUTS", "Small", "assert_same", "groups_in_use", "optimizer_of", "without_kernel"]
 
 KERNEL = torch._amp_foreach_non_finite_check_and_unscale_
 
@@ -144,17 +145,7 @@ class Small:
         return self.scaler.get_scale(), self.scaler._get_growth_tracker()
 
 
-class Group:
-    """A group of one rank whose collectives stay on the device; its stream orders them."""
-
-    rank, size = 0, 1
-
-    def start_max(self, x):
-        """Return what gives the array itself, as of now."""
-        return lambda: x.clone()
-
-
-def groups_in_use(count: int, kind: Callable[[], Any] = Group):
+def groups_in_use(count: int, kind: Callable[[], Any] = Alone):
     """Return groups over which there was a message before, or None for none: the first one makes the host wait."""
     made = [kind() for _ in range(count)]
     if made:
