@@ -82,6 +82,11 @@ def assert_same(actual: Array, expected: Array):
     np.testing.assert_array_equal(actual[~nan].view(words), expected[~nan].view(words))
 
 
+def contiguous(array: Array) -> Array:
+    """Return the array as it is."""
+    return array
+
+
 def strided(array: Array) -> Array:
     """Leave gaps in memory along both axes."""
     room = np.zeros((2 * array.shape[0], 3 * array.shape[1]), array.dtype)
@@ -102,7 +107,7 @@ def unaligned(array: Array) -> Array:
     return view
 
 
-LAYOUTS: list[Callable[[Array], Array]] = [np.ascontiguousarray, np.asfortranarray, strided, reverse, unaligned]
+LAYOUTS = [contiguous, np.asfortranarray, strided, reverse, unaligned]
 
 
 def bit_patterns(dtype: np.dtype[Any], sizes: Sequence[int]) -> st.SearchStrategy[Array]:

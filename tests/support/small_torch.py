@@ -153,33 +153,19 @@ def groups_in_use(count: int, kind: Callable[[], Any] = Alone):
     return made or None
 
 
-def assert_same(one, other, where: str = ""):
+def assert_same(one, other):
     """Assert that two values are equal: containers by their parts, tensors in dtype, layout and every bit."""
-    assert type(one) is type(other), f"{where}: {one!r} is not {other!r}"
-    if isinstance(one, torch.Tensor):
-        _assert_same_tensors(one.detach(), other.detach(), where)
-    elif isinstance(one, dict):
-        assert list(one) == list(other), f"{where}: {list(one)} is not {list(other)}"
-        for key in one:
-            assert_same(one[key], other[key], f"{where}, {key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), f"{where}: {len(one)} is not {len(other)}"
-        for index, (part, its_other) in enumerate(zip(one, other, strict=True)):
-            assert_same(part, its_other, f"{where} {index}")
-    else:
-        assert one == other or (one != one and other != other), f"{where}: {one!r} is not {other!r}"
+    assert _parts_of(one) == _parts_of(other), f"{one!r} is not {other!r}"
 
 
-def _assert_same_tensors(one, other, where: str):
-    kinds = [(x.dtype, x.layout, x.device, x.shape, x.requires_grad) for x in (one, other)]
-    assert kinds[0] == kinds[1], f"{where}: {kinds[0]} is not {kinds[1]}"
-    if one.layout == torch.sparse_coo:
-        assert one.is_coalesced() == other.is_coalesced(), where
-        assert torch.equal(one._indices(), other._indices()), where
-        one, other = one._values(), other._values()
-    if one.dtype.is_floating_point:
-        words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-        same = torch.equal(one.contiguous().view(words), other.contiguous().view(words))
-    else:
-        same = torch.equal(one, other)
-    assert same, f"{where}: {one} is not {other}"
+def _parts_of(value):
+    """Return plain values that are equal where two values are the same."""
+    if isinstance(value, torch.Tensor):
+        x = value.detach()
+        kind = type(value), x.dtype, x.layout, x.device, x.shape
+        if x.layout == torch.sparse_coo:
+            return kind, x.is_coalesced(), _parts_of(x._indices()), _parts_of(x._values())
+        return kind, on_host(x).contiguous().flatten().view(torch.uint8).tolist()
+    if isinstance(value, (dict, list, tuple)):
+        return type(value), [_parts_of(part) for part in (value.items() if isinstance(value, dict) else value)]
+    return type(value), "nan" if value != value else value

@@ -46,17 +46,6 @@ class Failure:
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
-def run_cases(group, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]):
-    """Run a scenario's cases as one rank; what they returned or raised."""
-    results: list[Any] = []
-    for case in cases:
-        try:
-            results.append(scenario(group, *case))
-        except Exception as error:
-            results.append(Failure.of(error))
-    return results
-
-
 def find_mpiexec() -> str | None:
     """Return the mpiexec of this environment, or of the PATH."""
     beside = Path(sys.executable).with_name("mpiexec")
@@ -146,6 +135,9 @@ class ThreadWorld(World):
 class ProcessWorld(World):
     """Ranks that are processes of their own, each of which writes its answer to a file."""
 
+    kind: ClassVar[str]
+    launcher: ClassVar[Callable[..., list[str]]]
+
     def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float):
         """Run the cases on new ranks."""
         answers, said = self.launch(scenario, cases, limit)
@@ -172,34 +164,27 @@ class ProcessWorld(World):
         environment = mpi_environment() | {"GRADSCALE_NUMPY_FAST": "0"}
         with (folder / "launcher.txt").open("wb") as said:
             options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": subprocess.STDOUT}
-            launcher = subprocess.Popen(self.command(folder), env=environment, **options)
+            command = self.launcher(self.size, RUNNER, self.kind, folder)
+            launcher = subprocess.Popen(command, env=environment, **options)
             try:
                 # Ranks that hang say where, and end.
                 return [launcher.wait(limit + 60.0)]
             finally:
                 launcher.kill()
 
-    def command(self, folder: Path) -> list[str]:
-        """Return the command line that starts the ranks."""
-        raise NotImplementedError
 
-
-@dataclasses.dataclass(frozen=True)
 class MPIWorld(ProcessWorld):
     """Ranks that are processes under mpiexec; the group is COMM_WORLD."""
 
-    def command(self, folder: Path) -> list[str]:
-        """Return the command line of mpiexec."""
-        return mpi_command(self.size, RUNNER, "mpi", folder)
+    kind = "mpi"
+    launcher = staticmethod(mpi_command)
 
 
-@dataclasses.dataclass(frozen=True)
 class MlxWorld(ProcessWorld):
     """Ranks that are processes under mlx.launch, connected by MLX's ring."""
 
-    def command(self, folder: Path) -> list[str]:
-        """Return the command line of mlx.launch."""
-        return mlx_command(self.size, RUNNER, "mlx", folder)
+    kind = "mlx"
+    launcher = staticmethod(mlx_command)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +229,12 @@ def serve(folder: Path, group, rank: int, size: int, task: bytes):
     scenario, cases, limit = pickle.loads(task)
     faulthandler.dump_traceback_later(limit, exit=True)
     answers = [folder / f"{other}.pickle" for other in range(size)]
-    results = run_cases(group, scenario, cases)
+    results: list[Any] = []
+    for case in cases:
+        try:
+            results.append(scenario(group, *case))
+        except Exception as error:
+            results.append(Failure.of(error))
     (folder / f"{rank}.part").write_bytes(pickle.dumps(results))
     (folder / f"{rank}.part").rename(answers[rank])
     # A rank that raised stays: had it ended, the others would find its connections closed. One that died never answers.
