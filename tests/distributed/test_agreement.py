@@ -1,7 +1,6 @@
 """All ranks skip together, back off together, and end with bit-identical states, wherever the bad value is."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,16 +8,13 @@ import pytest
 import scenarios
 from axes import require
 from libraries import Library
-from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree, each
+from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree
 
 import gradscale
 from gradscale import GroupAgreement
 
 World = ThreadWorld | ProcessWorld
-Cases = Callable[[int], list[tuple[Any, ...]]]
-MARKS = {"jax": [pytest.mark.jax, pytest.mark.tier("ranks")]} | {
-    key: [pytest.mark.torch] for key in ("torch", "torch fused", "torch plain")
-}
+Case = tuple[Any, ...]
 
 
 def test_a_rank_that_differs_raises_or_dies_is_found(world: World):
@@ -29,57 +25,51 @@ def test_a_rank_that_differs_raises_or_dies_is_found(world: World):
     agree(world, scenarios.behaving, [("well",)])
 
 
-def turns(*others: Any) -> Cases:
+def turns(size: int, scenario, *others: tuple[Any, ...]) -> list[Case]:
     """Return what gives each rank in turn, beside each of the others."""
-    each = [other if isinstance(other, tuple) else (other,) for other in others]
-    return lambda size: [(rank, *other) for other in each for rank in range(size)]
+    return [(scenario, rank, *other) for other in others for rank in range(size)]
 
 
-def empty(kind: str, library: str = "numpy") -> Cases:
-    return lambda size: [(rank, bad, kind, library) for rank in range(size) for bad in (None, (rank + 1) % size)]
+def empty(size: int, kind: str, library: str = "numpy") -> list[Case]:
+    return [(scenarios.empty_on, rank, bad, kind, library) for rank in range(size) for bad in (None, (rank + 1) % size)]
 
 
-KINDS = ("list", "none", "zero-size")
-# The scenario, its cases, and the library.
-ROWS: list[tuple[str, Any, Cases, str]] = [
-    ("empty", scenarios.empty_on, lambda size: [case for kind in KINDS for case in empty(kind)(size)], "numpy"),
-    ("pure-differing", scenarios.differing, turns("scale", "policy", "call", "spike"), "numpy"),
-    ("pure-underflow", scenarios.exhaustion, lambda size: [(rank,) for rank in range(size)], "numpy"),
-    ("conform-numpy", scenarios.collectives_conform, lambda _: [("numpy", 200)], "numpy"),
-]
-for name in ("strict", "torch", "torch fused", "torch plain", "jax"):
+def cases_of(library: str, size: int) -> list[Case]:
+    """Return what ranks agree on, of a library; what is of none is of NumPy."""
+    if library == "numpy":
+        values = [(value, "numpy") for value in (math.inf, -math.inf, math.nan)]
+        return [
+            *[case for kind in ("list", "none", "zero-size") for case in empty(size, kind)],
+            *turns(size, scenarios.differing, ("scale",), ("policy",), ("call",), ("spike",)),
+            *turns(size, scenarios.exhaustion, ()),
+            (scenarios.collectives_conform, "numpy", 200),
+            *turns(size, scenarios.pure_loop, *values),
+        ]
     # On the last rank, and on all.
-    steps = lambda size, name=name: [([size - 1], math.nan, name, True), ([*range(size)], math.nan, name, False)]  # noqa: E731
-    ROWS.append((f"step-{name}", scenarios.overflow_on, steps, name))
-    if name in ("strict", "torch"):
-        ROWS.append((f"conform-{name}", scenarios.collectives_conform, lambda _, name=name: [(name, 10)], name))
-for name in ("numpy", "strict", "torch", "jax"):
-    values = [(value, name) for value in ((math.inf, -math.inf, math.nan) if name == "numpy" else (math.nan,))]
-    ROWS.append((f"pure-{name}", scenarios.pure_loop, turns(*values), name))
+    bad = [([size - 1], True), ([*range(size)], False)]
+    kinds = ("torch", "torch fused", "torch plain") if library == "torch" else (library,)
+    return [
+        *[(scenarios.collectives_conform, library, 10)] * (library != "jax"),
+        *[(scenarios.overflow_on, ranks, math.nan, kind, explicit) for kind in kinds for ranks, explicit in bad],
+        *turns(size, scenarios.pure_loop, (math.nan, library)),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("scenario", "cases", "library"),
+    "library",
     [
-        pytest.param(scenario, cases, library, id=name, marks=MARKS.get(library, []))
-        for name, scenario, cases, library in ROWS
+        *("numpy", "strict", pytest.param("torch", marks=pytest.mark.torch)),
+        pytest.param("jax", marks=[pytest.mark.jax, pytest.mark.tier("ranks")]),
     ],
 )
-def test_ranks_agree(world: World, scenario, cases: Cases, library: str):
-    require(library.split()[0])
-    agree(world, scenario, cases(world.size))
-
-
-@pytest.mark.tier("ranks")
-def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld):
-    cases = empty("no backend", "torch" if isinstance(processes, GlooWorld) else "numpy")
-    agree(processes, scenarios.empty_on, cases(processes.size))
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.torch
-def test_replicated_ranks_that_decide_alone_tell_once():
-    each(GlooWorld(2), scenarios.callbacks_without_a_group, [()])
+def test_ranks_agree(world: World, library: str):
+    require(library)
+    cases = cases_of(library, world.size)
+    if isinstance(world, {"numpy": MPIWorld, "torch": GlooWorld}.get(library, ())):
+        # What such a group sends is of this library.
+        cases += empty(world.size, "no backend", library)
+        cases += [(scenarios.callbacks_without_a_group,)] * (library == "torch")
+    agree(world, scenarios.play, cases)
 
 
 def test_a_count_of_another_dtype_or_library_and_a_spike_that_is_no_flag_are_refused(strict: Library):

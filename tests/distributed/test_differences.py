@@ -4,6 +4,7 @@ Of two ranks whose programs differ in one call, both fail, or both are in one st
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import difference_scenarios as scenarios
 import numpy as np
 import pytest
 from difference_scenarios import ITERATION, UNSCALED, Player
-from scenarios import Around, Trainer, grid_of_threads, raised
-from tiers import examples, later
+from scenarios import Around, Trainer, grid_of_threads, play, raised
+from tiers import examples
 from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree, each
 
 import gradscale
@@ -20,38 +21,41 @@ from gradscale.testing import ThreadCollectives, run_ranks
 
 World = ThreadWorld | ProcessWorld
 
+# Of torch the ranks that are started for one optimizer serve the fused one, too.
+NUMPY, TORCH = pytest.param(["numpy"], id="numpy"), ["torch", "torch fused"]
 TORCH_LATER = [pytest.mark.torch, pytest.mark.tier("ranks")]
-FUSED = pytest.param("torch fused", marks=TORCH_LATER)
 
 
-@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=TORCH_LATER), FUSED])
-def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, library: str):
-    found = [what for what in scenarios.DIFFERENCES if library == "numpy" or not what.startswith(("norm", "resumed"))]
-    ranks = range(world.size)
+@pytest.mark.parametrize("libraries", [NUMPY, pytest.param(TORCH, id="torch", marks=TORCH_LATER)])
+def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, libraries: list[str]):
+    own = ("norm", "resumed") if libraries is TORCH else ()
+    found = [what for what in scenarios.DIFFERENCES if not what.startswith(own)]
     cases = [
-        (rank, what, (None, 5)[(number + rank) % 2], library) for number, what in enumerate(found) for rank in ranks
+        (rank, what, (None, 5)[(number + rank) % 2], library)
+        for library in libraries
+        for number, what in enumerate(found)
+        for rank in range(world.size)
     ]
     agree(world, scenarios.differ, cases)
 
 
-@pytest.mark.parametrize("program", ["step", *later("ranks", *[name for name in scenarios.PROGRAMS if name != "step"])])
-def test_ranks_that_differ_and_send_other_messages_are_told_so(mpi: MPIWorld, program: str):
-    agree(mpi, scenarios.interleaved, [(odd_rank, program, "numpy") for odd_rank in range(mpi.size)])
+@pytest.mark.parametrize("programs", [["step"], pytest.param([*scenarios.PROGRAMS], marks=pytest.mark.tier("ranks"))])
+def test_ranks_that_differ_and_send_other_messages_are_told_so(mpi: MPIWorld, programs: list[str]):
+    agree(mpi, scenarios.interleaved, itertools.product(range(mpi.size), programs, ["numpy"]))
 
 
 @pytest.mark.torch
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("program", [*scenarios.ANSWERED, "diagnosis"])
-def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(program: str, size: int):
-    cases = [(odd_rank, program, library) for odd_rank in range(size) for library in ("numpy", "torch")]
-    agree(GlooWorld(size), scenarios.interleaved, cases)
+def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(size: int):
+    programs = [*scenarios.ANSWERED, "diagnosis"]
+    agree(GlooWorld(size), scenarios.interleaved, itertools.product(range(size), programs, ["numpy", "torch"]))
 
 
-@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=pytest.mark.torch), FUSED])
-@pytest.mark.parametrize("scenario", [scenarios.legal, scenarios.resumed, scenarios.pipelined])
-def test_what_ranks_may_do_apart_is_no_error(world: World, scenario, library: str):
-    agree(world, scenario, [(rank, library) for rank in range(world.size)])
+@pytest.mark.parametrize("libraries", [NUMPY, pytest.param(TORCH, id="torch", marks=pytest.mark.torch)])
+def test_what_ranks_may_do_apart_is_no_error(world: World, libraries: list[str]):
+    played = (scenarios.legal, scenarios.resumed, scenarios.pipelined)
+    agree(world, play, itertools.product(played, range(world.size), libraries))
 
 
 def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(world: World):
@@ -59,11 +63,10 @@ def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(wo
 
 
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize("kind", ["numpy", "list", "agreement", pytest.param("torch", marks=pytest.mark.torch)])
-def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWorld, kind: str):
+@pytest.mark.parametrize("kinds", [["numpy", "list", "agreement"], pytest.param(["torch"], marks=pytest.mark.torch)])
+def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWorld, kinds: list[str]):
     versions = ("99.1.2.dev3", "0.0.7", f"{gradscale.__version__}+patched")
-    cases = [(odd_rank, other, kind) for other in versions for odd_rank in range(processes.size)]
-    agree(processes, scenarios.other_version, cases)
+    agree(processes, scenarios.other_version, itertools.product(range(processes.size), versions, kinds))
 
 
 class Greeting(Around):

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import difference_scenarios
@@ -22,35 +22,25 @@ import gradscale_mlx  # noqa: E402
 
 pytestmark = [pytest.mark.mlx, pytest.mark.tier("ranks")]
 
-LIBRARIES = ["mlx", "numpy"]
 
-
-def of_all(group, scenario: Callable[..., Any], *case):
-    """Run one of many scenarios: starting the ranks takes longer than most."""
-    return scenario(group, *case)
-
-
-def cases(size: int) -> Iterator[tuple[Any, ...]]:
-    """Yield what all agree on, with each rank in turn as the odd one, but of differences one, which take long."""
-    for library in LIBRARIES:
-        yield scenarios.collectives_conform, library, 100
-        for rank in range(size):
-            for value, is_explicit in itertools.product((math.inf, -math.inf, math.nan), (False, True)):
-                yield scenarios.overflow_on, [rank], value, library, is_explicit
-            yield scenarios.pure_loop, rank, math.nan, library
-    for rank in range(size):
-        yield difference_scenarios.legal, rank, "mlx"
-        for bad in (None, (rank + 1) % size):
-            yield scenarios.empty_on, rank, bad, "no backend", "mlx"
-    for number, what in enumerate(difference_scenarios.DIFFERENCES):
-        keys, library = (None, 5)[number // size % 2], LIBRARIES[number // (2 * size) % 2]
-        yield difference_scenarios.differ, number % size, what, keys, library
+def cases_of(size: int) -> Iterator[tuple[Any, ...]]:
+    """Yield what all agree on: a scenario, and its arguments, most of them for each rank in turn."""
+    ranks, libraries = range(size), ["mlx", "numpy"]
+    yield from itertools.product([scenarios.collectives_conform], libraries, [100])
+    values, explicit = (math.inf, -math.inf, math.nan), (False, True)
+    yield from itertools.product([scenarios.overflow_on], [[rank] for rank in ranks], values, libraries, explicit)
+    yield from itertools.product([scenarios.pure_loop], ranks, [math.nan], libraries)
+    yield from itertools.product([difference_scenarios.legal], ranks, ["mlx"])
     yield lives.live, 400, 7, "numpy"
+    for rank in ranks:
+        yield from ((scenarios.empty_on, rank, bad, "no backend", "mlx") for bad in (None, (rank + 1) % size))
+        for number, what in enumerate(difference_scenarios.DIFFERENCES):
+            yield difference_scenarios.differ, rank, what, (None, 5)[number % 2], "mlx"
 
 
-@pytest.mark.parametrize("size", [2, *later("all", 3)])
-def test_the_groups_conform_and_what_each_rank_in_turn_does_is_skipped_told_or_right_on_all(size: int):
-    agree(MlxWorld(size), of_all, cases(size))
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.tier("all"))])
+def test_an_overflow_on_each_rank_is_skipped_and_a_difference_told_on_all(size: int):
+    agree(MlxWorld(size), scenarios.play, cases_of(size))
 
 
 @pytest.mark.tier("quick")

@@ -57,6 +57,11 @@ def rank_and_size(group) -> tuple[int, int]:
     return group.rank, group.size
 
 
+def play(group, scenario: Callable[..., Any], *args):
+    """Play another scenario, so that several share the ranks that are started for them."""
+    return scenario(group, *args)
+
+
 def is_mpi(group) -> bool:
     """Tell whether a group is MPI's, and not torch's."""
     return hasattr(group, "Get_name")
@@ -227,21 +232,17 @@ class Counting(Around):
 
 def callbacks_without_a_group(group):
     """Run replicated ranks (DDP) with torch's replacement, which decides alone: what is told is told once."""
-    import torch
+    from small_torch import Small
 
     import gradscale_torch
 
     rank, _ = rank_and_size(group)
     updates: list[Any] = []
     seen: list[Any] = []
-    every = gradscale.callbacks.every_rank(seen.append)
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = gradscale_torch.GradScaler("cpu", on_update=[updates.append, every])
+    callbacks = [updates.append, gradscale.callbacks.every_rank(seen.append)]
+    run = Small(gradscale_torch.GradScaler("cpu", on_update=callbacks))
     for value in (1.0, math.inf):
-        weight.grad = scaler.scale(torch.tensor(value)) * torch.ones(2)
-        scaler.step(optimizer)
-        scaler.update()
+        run.iterate(value)
     assert [(report.rank, report.skipped) for report in seen] == [(rank, False), (rank, True)]
     assert len(updates) == 2 * (rank == 0)
 
