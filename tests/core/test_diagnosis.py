@@ -7,12 +7,14 @@ from typing import Any
 import diagnoses
 import numpy as np
 import pytest
+from axes import require
 from libraries import Library
 from optimizers import Grouped, Momentum, Parameter, Tree, iterate, iterate_plainly, scaled
 from tiers import examples
 
 import gradscale
 from gradscale import CallOrderError, GradScaler, InvalidTypeError, InvalidValueError
+from gradscale.core import summaries
 from gradscale.core.backend import Backend
 from gradscale.tools.callbacks import row_of
 
@@ -149,3 +151,27 @@ def test_an_optimizer_that_cannot_be_searched_is_diagnosed_as_before(arrays: Lib
         for _ in range(4):
             report = iterate(arrays, scaler, optimizer, (math.inf,)).overflow
             assert (report.cause, report.broken) == ("scale", None)
+
+
+# What is counted.
+
+
+def test_counts_beyond_one_word_do_not_wrap(monkeypatch: pytest.MonkeyPatch, arrays: Library):
+    monkeypatch.setattr(summaries, "_PIECE", 8)
+    x = arrays.asarray([0.0] * 70 + [math.nan] * 9 + [math.inf] * 8)
+    assert Backend().read_summaries([x])[0] == [summaries.Summary(87, 8, 9, 70, 0, 0.0)]
+
+
+NARROW = ["bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3"]
+NARROW += [f"float8_{kind}" for kind in ("e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind: str):
+    import array_api_compat.numpy as xp
+
+    ml_dtypes = require("ml_dtypes")
+    if not hasattr(ml_dtypes, kind):
+        pytest.skip(f"this ml_dtypes has no {kind}")
+    dtype = np.dtype(getattr(ml_dtypes, kind))
+    assert summaries.smallest_normal(dtype, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)

@@ -93,9 +93,8 @@ class Small:
         **options,
     ):
         self.scaler, self.home = scaler, home
-        number = max(count, len(dtypes), len(devices))
         kinds = [{"dtype": getattr(torch, dtype), "device": device} for dtype in dtypes for device in devices]
-        kinds *= number // len(kinds)
+        kinds *= max(1, count // len(kinds))
         self.parameters = [torch.nn.Parameter(torch.full((size,), start, **kind)) for kind in kinds]
         self.parameter = self.parameters[0]
         make = (lambda given: optimizer_of(optimizer, given, **options)) if isinstance(optimizer, str) else optimizer
