@@ -10,7 +10,6 @@ import lives
 import pytest
 import scenarios
 from axes import require
-from tiers import later
 from worlds import MlxWorld, agree
 
 import gradscale
