@@ -108,10 +108,9 @@ def test_a_state_of_a_tensor_subclass_is_searched_inside():
 
         @staticmethod
         def __new__(cls, codes, scale):
-            return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-
-        def __init__(self, codes, scale):
-            self.codes, self.scale = codes, scale
+            made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+            made.codes, made.scale = codes, scale
+            return made
 
         def __tensor_flatten__(self):
             return ["codes", "scale"], None

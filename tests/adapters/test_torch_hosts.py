@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from axes import require
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
-from small_torch import optimizer_of
+from small_torch import Small, optimizer_of
 
 import gradscale
 
@@ -224,15 +224,12 @@ def test_a_run_that_differs_in_one_bit_is_found():
 def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss():
     # accelerate loads a sharded optimizer's state by a step of it with gradients of zero, and has the scaler's tensors
     # made before.
-    scaler, model = ours(), network()
-    scaler.load_state_dict(ours().state_dict() | {"scale": 32.0, "_growth_tracker": 1})
-    scaler._lazy_init_scale_growth_tracker(scaler._device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    scaler.step(optimizer)
-    scaler.update()
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 2)
+    run = Small(ours(), "AdamW")
+    run.scaler.load_state_dict(ours().state_dict() | {"scale": 32.0, "_growth_tracker": 1})
+    run.scaler._lazy_init_scale_growth_tracker(run.scaler._device)
+    run.parameter.grad = torch.zeros_like(run.parameter)
+    run.step()
+    assert run.state == (32.0, 2)
 
 
 # What Lightning's users do by hand.
@@ -345,18 +342,14 @@ def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules_and_a_
 
 def held_schedule():
     """Return a schedule that holds, its scaler, and a function that makes a step of its optimizer and its own."""
-    scaler, optimizer = ours(), torch.optim.SGD(network().parameters(), lr=0.1)
-    held = plugins().HeldSchedule(scaler, optimizer, decaying(optimizer))
+    run = Small(ours())
+    held = plugins().HeldSchedule(run.scaler, run.optimizer, decaying(run.optimizer))
 
     def step():
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
+        run.iterate(1.0)
         held.step()
 
-    return held, scaler, step
+    return held, run.scaler, step
 
 
 def test_what_holds_is_a_schedule_in_all_else_and_an_older_state_of_the_scaler_leaves_no_step_out():

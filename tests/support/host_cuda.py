@@ -29,7 +29,6 @@ _READS = {
 }
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _GET_GRADIENT, _SET_GRADIENT = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
-_MAKES_FROM_PYTHON = (torch.tensor, torch.asarray, torch.as_tensor)
 _READS_OF_PYTHON = (Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__)
 
 
@@ -268,10 +267,9 @@ def installed() -> Iterator[HostCuda]:
     class Functions(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            if func in _MAKES_FROM_PYTHON and torch.device(kwargs.get("device") or _CPU).type == "cuda":
-                # Their numbers are copied, and waited for.
-                device = kwargs["device"]
-                return func(*args, **{name: value for name, value in kwargs.items() if name != "device"}).to(device)
+            if func is torch.asarray and torch.device(kwargs.get("device") or _CPU).type == "cuda":
+                # Numbers are copied, and waited for.
+                return func(*args, **{**kwargs, "device": None}).to(kwargs["device"])
             # These make the device current, which a build of torch without CUDA cannot.
             if func is Tensor.to:
                 args, kwargs = tree_map(lambda one: cuda.indexed(one) if _is_device(one) else one, (args, kwargs))
