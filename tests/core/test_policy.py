@@ -87,3 +87,8 @@ def test_a_static_scale_never_changes(arrays: Library):
     assert policy.backoff(state) is state
     assert policy.at_min_scale(state) is None
     assert policy.clamp(3.0) == 3.0
+
+
+def test_a_tolerated_share_of_overflows_is_one_too_many_once_it_is_reached():
+    policy = DynamicScale(init_scale=8.0, tolerance=0.25)
+    assert [plain(policy, (8.0, 0, 0, steps), 1)[0] for steps in (3, 4)] == [4.0, 8.0]
