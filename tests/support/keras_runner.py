@@ -96,11 +96,8 @@ def calls(_folder: Path):
     optimizer = made(sgd, policy if IS_JAX else torchs("cpu", policy=policy))
     weight = keras.Variable(np.zeros(1, np.float32))
     # The first overflow is tolerated, and the second one is not.
-    for error, scale, stepped in ((1.0, 8.0, -1.0), (np.inf, 8.0, -1.0), (np.inf, 8.0, -1.0), (2.0, 4.0, -3.0)):
-        scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(1.0))))
-        grads = keras.ops.convert_to_tensor(np.asarray([error * scaled], np.float32))
-        optimizer.apply_gradients([(grads, weight)])
-        assert (scaled, float(keras.ops.convert_to_numpy(weight.value)[0])) == (scale, stepped)
+    for error, scale, moved in ((1.0, 8.0, -1.0), (np.inf, 8.0, -1.0), (np.inf, 8.0, -1.0), (2.0, 4.0, -3.0)):
+        assert stepped(optimizer, weight, error) == (scale, moved)
     config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
     load = keras.saving.deserialize_keras_object
     kept, loaded = (one.policy if IS_JAX else one.scaler.state_dict()["policy"] for one in (optimizer, load(config)))
@@ -118,7 +115,7 @@ def calls(_folder: Path):
     said = "policy must be an instance of a policy" if IS_JAX else "scaler must be a GradScaler or ShardedGradScaler"
     raised(InvalidTypeError, lambda: made(keras.optimizers.SGD(1.0), 1024.0), said)
     said = "apply needs the variables, got none; call apply(grads, variables)"
-    raised(InvalidValueError, lambda: optimizer.apply([grads]), said)
+    raised(InvalidValueError, lambda: optimizer.apply([keras.ops.zeros(1)]), said)
     told = "inner_optimizer must be an optimizer of Keras that does not scale", "an optimizer that scales already"
     for inner in ("adam", keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))):
         raised(InvalidTypeError, lambda inner=inner: made(inner), *told)
@@ -137,12 +134,11 @@ def in_any_order(around):
     return [keras.ops.convert_to_numpy(one.value).tolist() for one in pair]
 
 
-def stepped(optimizer, dtype: str, grads: str, weight=None) -> float:
-    """Return a weight of a dtype, 1 at first, after a step of gradients of a dtype that are 0.5."""
-    weight = keras.Variable(np.ones(1), dtype=dtype) if weight is None else weight
-    scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(0.5))))
-    optimizer.apply_gradients([(keras.ops.convert_to_tensor(np.asarray([scaled], grads)), weight)])
-    return float(keras.ops.convert_to_numpy(weight.value)[0])
+def stepped(optimizer, weight, grad: float = 0.5, dtype: str = "float32") -> tuple[float, float]:
+    """Return the scale, and a weight after a step by a gradient of a dtype."""
+    scale = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(1.0))))
+    optimizer.apply_gradients([(keras.ops.convert_to_tensor(np.asarray([grad * scale], dtype)), weight)])
+    return scale, float(keras.ops.convert_to_numpy(weight.value)[0])
 
 
 def weights(folder: Path):
@@ -188,15 +184,16 @@ def weights(folder: Path):
     assert told(loaded) == told(disabled)
 
     # As Keras's own optimizer does, which casts gradients to the dtype of the weight; and after Ctrl-C.
-    for pair in (("float32", "float16"), ("float16", "float16"), ("float16", "float32")):
-        assert stepped(found.ScaledOptimizer(keras.optimizers.SGD(0.5)), *pair) == 0.75
+    for dtype, of_grad in (("float32", "float16"), ("float16", "float16"), ("float16", "float32")):
+        weight = keras.Variable(np.ones(1), dtype=dtype)
+        assert stepped(found.ScaledOptimizer(keras.optimizers.SGD(0.5)), weight, dtype=of_grad)[1] == 0.75
     for part, call, kept in (("inner_optimizer", "apply", 0.75), ("scaler", "update", 0.5)):
         optimizer, weight = found.ScaledOptimizer(keras.optimizers.SGD(0.5)), keras.Variable(np.ones(1))
         owner, ends = getattr(optimizer, part), [KeyboardInterrupt, mock.DEFAULT]
         interrupted = mock.patch.object(owner, call, side_effect=ends, wraps=getattr(owner, call))
         with interrupted, contextlib.suppress(KeyboardInterrupt):
-            stepped(optimizer, "float32", "float16", weight)
-        assert stepped(optimizer, "float32", "float16", weight) == kept
+            stepped(optimizer, weight, dtype="float16")
+        assert stepped(optimizer, weight, dtype="float16")[1] == kept
 
 
 def torchs(*arguments, **options):
