@@ -12,14 +12,7 @@ from cupy_devices import array_on, capture, device_fails, stall
 from optimizers import Tree
 
 import gradscale
-from gradscale import (
-    BackendError,
-    BackendNotAvailableError,
-    CallOrderError,
-    DynamicScale,
-    GradScaler,
-    InvalidValueError,
-)
+from gradscale import BackendError, CallOrderError, DynamicScale, GradScaler, InvalidValueError
 from gradscale.core.registry import collectives_for
 from gradscale.testing import check_backend, check_library
 
@@ -207,7 +200,7 @@ def test_errors_of_cuda_say_what_was_done_and_what_is_missing(cupy, cupy_backend
             call()
     missing = type("CUDADriverError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.driver", "status": 100})
     monkeypatch.setattr(cupy, "zeros", mock.Mock(side_effect=missing))
-    with pytest.raises(BackendNotAvailableError, match="nvidia-smi -L"):
+    with pytest.raises(gradscale.BackendNotAvailableError, match="nvidia-smi -L"):
         cupy_backend.example()
 
 

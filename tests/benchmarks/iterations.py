@@ -16,11 +16,7 @@ _SIZE = 10  # elements
 _TOGETHER = 300
 # At a scale of 1 nothing would be multiplied, and at a larger one gradients would shrink from round to round.
 _SETTINGS: dict[str, Any] = {"init_scale": 1.0 + 2.0**-23, "growth_interval": 1 << 30}
-_TARGETS = {
-    "numpy": {1: 1.1, 300: 0.8},
-    "numpy with fast": {1: 1.15, 300: 0.75},
-    "torch": {1: 1.05, 300: 0.6},
-}
+_TARGETS = {"numpy": {1: 1.1, 300: 0.8}, "numpy with fast": {1: 1.15, 300: 0.75}, "torch": {1: 1.05, 300: 0.6}}
 
 
 def _iterated(scaler, losses, optimizer, times: int, clips: bool = False) -> Callable[[], None]:

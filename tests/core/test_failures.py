@@ -15,15 +15,7 @@ from optimizers import Tree, iterate, iterate_plainly
 from scenarios import grid_of_threads
 
 import gradscale
-from gradscale import (
-    BackendError,
-    CallOrderError,
-    DynamicScale,
-    GradScaler,
-    InvalidTypeError,
-    ShardedGradScaler,
-    presets,
-)
+from gradscale import BackendError, CallOrderError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler
 from gradscale.core.backend import Backend
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32
 from gradscale.scaler.agreement import Agreement
@@ -112,7 +104,7 @@ def test_gradients_that_were_partly_unscaled_are_not_unscaled_again():
 
 
 STATE, NONE = DynamicScale().init(np.zeros(())), np.zeros((), np.int32)
-RULES = (DynamicScale(), gradscale.StaticScale(), presets.chainer())
+RULES = (DynamicScale(), gradscale.StaticScale(), gradscale.presets.chainer())
 NO_STATE, WRAP = r"state must be a ScaleState, such as policy\.init", r"wrap it, such as np\.{}\({}\)"
 BY_NAME = "by name, got array.*nonfinite=.*jmp's"
 LIKE = r"like must be an array, .*, got {}.*such as init\(params\['w'\]\)$"

@@ -95,13 +95,7 @@ def test_another_iterable_comes_back_as_a_list(iterable):
 def test_paths_read_as_the_expression_that_reaches_the_leaf():
     given = {"w": [1, Pair(2, 3)], 7: Layer(4, None)}
     found = tree.leaves_with_paths(given)
-    assert found == [
-        ("['w'][0]", 1),
-        ("['w'][1].first", 2),
-        ("['w'][1].second", 3),
-        ("[7].w", 4),
-        ("[7].b", None),
-    ]
+    assert found == [("['w'][0]", 1), ("['w'][1].first", 2), ("['w'][1].second", 3), ("[7].w", 4), ("[7].b", None)]
     for path, leaf in found:
         assert eval(f"given{path}", {"given": given}) == leaf
     assert tree.leaves_with_paths(3) == [("", 3)]

@@ -124,16 +124,14 @@ def test_every_example_is_among_them_and_every_extra_and_group_that_is_named_is_
     assert {group for *_, groups in PROGRAMS for group in groups.split()} <= {*METADATA["dependency-groups"]}
 
 
+IN_A_CLONE = "from a clone of gradscale: python -m pip install"
 # Of some extras, and groups.
 REMEDIES = {
     ("torch", ""): "python -m pip install '{}[torch]'",
     ("cupy", ""): "python -m pip install '{}[cupy]' cupy-cuda12x",
     ("nccl4py", ""): "python -m pip install '{}[nccl4py]' 'cuda-bindings==13.*' nvidia-nccl-cu13",
-    (
-        "optax",
-        "examples flax",
-    ): "from a clone of gradscale: python -m pip install '.[optax]' --group examples --group flax",
-    ("", "examples"): "from a clone of gradscale: python -m pip install . --group examples",
+    ("optax", "examples flax"): f"{IN_A_CLONE} '.[optax]' --group examples --group flax",
+    ("", "examples"): f"{IN_A_CLONE} . --group examples",
 }
 
 
@@ -150,10 +148,8 @@ def test_a_command_is_that_of_a_clone_only_in_a_clone(tmp_path: Path, is_clone: 
 
 
 OWN = ModuleNotFoundError("No module named 'gradscale_torch.nothing'", name="gradscale_torch.nothing")
-NO_TORCH, BROKEN = (
-    ModuleNotFoundError("No module named 'torch'", name="torch"),
-    ImportError("libfake.so.3", name="torch._C"),
-)
+NO_TORCH = ModuleNotFoundError("No module named 'torch'", name="torch")
+BROKEN = ImportError("libfake.so.3", name="torch._C")
 
 
 @pytest.mark.parametrize("error", [OWN, BackendNotAvailableError("update the driver")], ids=["own", "driver"])

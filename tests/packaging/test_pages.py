@@ -26,10 +26,7 @@ BLOCKS = [block for text in PAGES.values() for block in BLOCK.findall(text)]
 RECIPE = re.compile(r"<!-- recipe: \w+ -->\n```python\n")
 LIBRARY = re.compile(r"^(?:import|from) (?:gradscale_)?(torch|jax|optax|mlx|equinox|mpi4py|array_api_strict)\b", re.M)
 
-MARKS = {
-    "numpy-first": pytest.mark.tier("quick"),
-    "cupy": [pytest.mark.tier("all"), pytest.mark.cupy, pytest.mark.gpu],
-}
+MARKS = {"numpy-first": pytest.mark.tier("quick"), "cupy": [pytest.mark.tier("all"), pytest.mark.cupy, pytest.mark.gpu]}
 
 # What blocks do not say of themselves: that they have learnt.
 LEARNT = {

@@ -33,9 +33,7 @@ LOADS: list[dict[str, set[str]]] = [
         "import numpy": {"numpy"},
         "gradscale.GradScaler().scale(numpy.float32(1.0))": {"numpy", "gradscale_numpy"},
     },
-    {
-        "from gradscale.tools.cli.app import run\ntry: run(['--help'])\nexcept SystemExit: pass": {"typer", "rich"},
-    },
+    {"from gradscale.tools.cli.app import run\ntry: run(['--help'])\nexcept SystemExit: pass": {"typer", "rich"}},
 ]
 
 

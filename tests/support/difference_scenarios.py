@@ -185,10 +185,7 @@ DIFFERENCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "agreement without a scaler": ("odd: agree", calls("a GroupAgreement")),
     "step refused": ("odd: break_ A, step A", REFUSED),
     "another scale": ("step A, update, even: reload, odd: reload scale 32768.0", held("scale", 32768.0, 65536.0)),
-    "another tracker": (
-        "step A, update, even: reload, odd: reload _growth_tracker 5",
-        held("growth_tracker", 5, 2),
-    ),
+    "another tracker": ("step A, update, even: reload, odd: reload _growth_tracker 5", held("growth_tracker", 5, 2)),
     "another policy": ("odd: set_growth_interval 7", ("settings: ", "growth_interval=7", "growth_interval=2000")),
     "update left out": ("step A, even: update, scale, step B", held("iteration", 2, 3)),
     # Of gradscale's own scaler alone: torch's replacement has no such number in its state.

@@ -14,30 +14,6 @@ BFLOAT = np.dtype(ml_dtypes.bfloat16)
 HALF, SINGLE, DOUBLE = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
 
 
-# Every kind of source, and the types that it is unscaled to.
-PAIRS = [
-    (source, out)
-    for source, outs in {
-        HALF: [HALF, SINGLE, DOUBLE, BFLOAT],
-        BFLOAT: [BFLOAT, SINGLE, HALF],
-        SINGLE: [SINGLE, HALF, BFLOAT, DOUBLE],
-        DOUBLE: [DOUBLE, SINGLE],
-        np.dtype(np.longdouble): [np.longdouble, DOUBLE],
-        np.dtype(np.complex64): [np.complex64, np.complex128],
-        np.dtype(np.complex128): [np.complex128, np.complex64],
-        np.dtype(np.clongdouble): [np.clongdouble],
-        np.dtype(ml_dtypes.float8_e4m3fn): [ml_dtypes.float8_e4m3fn, SINGLE],
-        np.dtype(ml_dtypes.float8_e5m2): [ml_dtypes.float8_e5m2, SINGLE],
-        BFLOAT.newbyteorder(">"): [BFLOAT.newbyteorder(">"), SINGLE],
-        np.dtype(">f4"): [">f4", SINGLE],
-        np.dtype(">f2"): [">f2", SINGLE],
-        np.dtype(">c8"): [">c8"],
-    }.items()
-    for out in map(np.dtype, outs)
-]
-PAIR_IDS = [f"{source.name}-{out.name}" + "-swapped" * (not source.isnative) for source, out in PAIRS]
-
-
 def isfinite(array: Array) -> Array:
     """Return where the array is finite, without the warning that ml_dtypes gives for signalling NaNs."""
     with np.errstate(invalid="ignore"):
@@ -82,11 +58,6 @@ def assert_same(actual: Array, expected: Array):
     np.testing.assert_array_equal(actual[~nan].view(words), expected[~nan].view(words))
 
 
-def contiguous(array: Array) -> Array:
-    """Return the array as it is."""
-    return array
-
-
 def strided(array: Array) -> Array:
     """Leave gaps in memory along both axes."""
     room = np.zeros((2 * array.shape[0], 3 * array.shape[1]), array.dtype)
@@ -107,7 +78,7 @@ def unaligned(array: Array) -> Array:
     return view
 
 
-LAYOUTS = [contiguous, np.asfortranarray, strided, reverse, unaligned]
+LAYOUTS: list[Callable[[Array], Array]] = [np.ascontiguousarray, np.asfortranarray, strided, reverse, unaligned]
 
 
 def bit_patterns(dtype: np.dtype[Any], sizes: Sequence[int]) -> st.SearchStrategy[Array]:
