@@ -139,16 +139,18 @@ def stall_warning(scaler: gradscale.GradScaler, optimizer) -> str:
 
 def test_the_warning_says_how_long_why_and_what_holds_nan():
     scaler, optimizer = gradscale.GradScaler(init_scale=1024.0), Momentum(1)
-    (weight,) = optimizer.weights
-    weight[:] = np.nan
+    optimizer.weights[0][:] = np.nan
     words = stall_warning(scaler, optimizer)
     assert "Cause: weights. Weights hold inf or NaN, the most in 'layer.0': load a checkpoint" in words
     assert words.startswith("each step of the last 50 iterations was skipped: 50 for non-finite gradients (inf or NaN)")
     assert "first seen by rank 0; the scale went from 1024 to 1.8" in words
-    weight[:] = 1.0
+    optimizer.weights[0][:] = 1.0
     optimizer.of(0)["exp_avg"][0] = np.inf
-    words = stall_warning(gradscale.GradScaler(policy=gradscale.StaticScale(8.0)), optimizer)
-    assert "Cause: optimizer state. The optimizer's state holds inf or NaN" in words
+    assert "Cause: optimizer state. The optimizer's state holds inf or NaN" in stall_warning(StepGuard(), optimizer)
+    # Gradients that cannot be looked at any more hide no warning.
+    other = Tree()
+    scaler = gradscale.GradScaler(on_skip=lambda _: vars(other).update(grads=vars(other)))
+    assert "Cause" not in stall_warning(scaler, other)
 
 
 @pytest.mark.parametrize("runs", [8, *later("ranks", 50), *later("all", 10_000)])
