@@ -100,11 +100,11 @@ def test_a_machine_without_a_device_is_told_where_to_look(
     availability.require_device()
 
 
-@pytest.mark.parametrize(("devices", "said"), [(1, "pip install nvidia-nccl-cu12$"), (0, "CUDA finds no device")])
+@pytest.mark.parametrize(("devices", "said"), [(1, "pip install nvidia-nccl-cu13$"), (0, "CUDA finds no device")])
 def test_what_is_missing_is_named(availability, devices: int, said: str, monkeypatch: pytest.MonkeyPatch):
     from gradscale_cupy import nccl
 
-    availability.runtime.getDeviceCount = lambda: devices
+    vars(availability.runtime).update(getDeviceCount=lambda: devices, runtimeGetVersion=lambda: 13020)
     monkeypatch.setattr(nccl.nccl, "available", False)
     with pytest.raises(BackendNotAvailableError, match=said):
         nccl.backend.collectives(None, timeout=1.0)

@@ -87,7 +87,7 @@ def test_gradients_of_integers_pass_by_an_inner_mask_and_have_no_norm():
 LOSSES = [7.5, 8, np.float32(8.5), np.asarray([9.0], np.float16), jnp.asarray(9.5, "bfloat16"), 10**400]
 
 
-def test_a_loss_of_any_form_is_judged_and_none_is_no_spike_nor_a_nan_that_jax_would_find():
+def test_a_loss_of_any_form_is_judged_and_makes_no_nan_that_jax_would_find_and_none_is_no_spike():
     tx = gradscale_jax.scaled(SGD, StaticScale(1.0), skip=SkipSpikes(window=5))
     state, taken = tx.init(GRADS), []
     with jax.debug_nans(True):

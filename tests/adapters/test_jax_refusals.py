@@ -120,6 +120,7 @@ REFUSED = {
     "no policy": (lambda: agree(policy=DynamicScale), TYPE, NO_POLICY),
     "no policy of a group": (lambda: in_group(policy=DynamicScale), TYPE, NO_POLICY),
     # scaled.
+    "no policy of scaled": (lambda: gradscale_jax.scaled(SGD, DynamicScale), TYPE, NO_POLICY),
     "in masked": (lambda: optax.masked(ONE, MASKED).init(PARAMS), VALUE, r"still scaled.*scaled\(optax.masked"),
     "restored": (lambda: optax.masked(ONE, MASKED).update(PARAMS, RESTORED, PARAMS), VALUE, "MaskedNode"),
     "in a chain": (lambda: scaled(optax.chain(optax.identity(), ONE)).init(PARAMS), VALUE, "twice"),

@@ -147,7 +147,7 @@ def test_the_warning_says_how_long_why_and_what_holds_nan():
     optimizer.weights[0][:] = 1.0
     optimizer.of(0)["exp_avg"][0] = np.inf
     assert "Cause: optimizer state. The optimizer's state holds inf or NaN" in stall_warning(StepGuard(), optimizer)
-    # Gradients that cannot be looked at any more hide no warning.
+    # Gradients that hold themselves cannot be looked at, which hides no warning.
     other = Tree()
     scaler = gradscale.GradScaler(on_skip=lambda _: vars(other).update(grads=vars(other)))
     assert "Cause" not in stall_warning(scaler, other)

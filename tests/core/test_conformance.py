@@ -79,6 +79,7 @@ def plus_one(x):
 
 WRONG: dict[str, dict[str, Any]] = {
     "counts one more": answering(lambda _, arrays, count: (arrays, plus_one(count))),
+    "a count with an axis": answering(lambda _, arrays, count: (arrays, count.reshape(1))),
     "a count of float32": answering(lambda _, arrays, count: (arrays, count.astype(np.float32))),
     "counts nothing": answering(lambda _, arrays, count: (arrays, np.zeros_like(count))),
     "forgets an array": answering(lambda _, arrays, count: (arrays[1:], count)),

@@ -105,6 +105,8 @@ def test_ranks_pass_or_all_end_and_name_the_one_with_a_fault(group: str, size: i
     assert all(stage["ok"] for stage in page["stages"])
     assert page["latency_us"] > 0
     assert "gradscale:" not in completed.stderr
+    if (group, size) == ("mpi", 2):
+        assert launched(group, size, "--timeout", "30").stdout.count("gradscale check over mpi, size 2: passed") == 1
 
 
 @mpi

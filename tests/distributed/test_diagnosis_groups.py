@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from axes import require
 from scenarios import begun, gradients, grid_of_threads, raised
-from tiers import examples
+from tiers import examples, later
 from worlds import ProcessWorld, ThreadWorld, agree, each
 
 import gradscale
@@ -44,17 +44,19 @@ def test_of_many_ranks_the_eight_worst_entries_of_each_are_listed(monkeypatch: p
         diagnoses.check(results, [(rank,) for rank in range(10)], listed=30)
 
 
-def test_groups_of_a_grid_are_gathered_in_turn(monkeypatch: pytest.MonkeyPatch):
-    # Of four ranks the nine worst entries of each are listed.
-    monkeypatch.setattr("gradscale.scaler.diagnosis._GATHERED", 36)
+# The fourth part of them is of each of four ranks.
+@pytest.mark.parametrize("listed", [36, *later("ranks", 4096)])
+def test_groups_of_a_grid_are_gathered_in_turn(monkeypatch: pytest.MonkeyPatch, listed: int):
+    if listed == 36:
+        monkeypatch.setattr("gradscale.scaler.diagnosis._GATHERED", listed)
     for seed in range(25, 25 + examples(40)):
         groups = grid_of_threads()
 
         def live(collectives: ThreadCollectives, seed=seed, groups=groups):
-            many = 1 + 8 * (seed % 3 == 0)
+            many = 1 + listed // 4 * (seed % 3 == 0)
             return diagnoses.diagnosed(groups(collectives.rank), seed, "numpy", many, (collectives.rank, 4))
 
-        diagnoses.check(run_ranks(4, live), [(0, 0), (1, 0), (0, 1), (1, 1)], listed=36)
+        diagnoses.check(run_ranks(4, live), [(0, 0), (1, 0), (0, 1), (1, 1)], listed=listed)
 
 
 def refused_on(group, bad_rank: int, kind: str):

@@ -1,4 +1,4 @@
-"""A scaler's random life, held to a plain model in each call, alone and on every rank; what is refused at any time."""
+"""A scaler's random life, held to a plain model in each call, alone and on every rank; what an iteration refuses."""
 
 import functools
 import math

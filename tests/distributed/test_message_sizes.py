@@ -17,7 +17,7 @@ DTYPES = (np.float32, np.float16, np.float64, np.complex64)
 
 
 @pytest.mark.parametrize(("size", "rounds"), [(1, 1), (2, 1), (8, 1), (9, 2), (17, 3)])
-def test_a_rank_sends_one_short_message_for_each_optimizer_and_iteration_and_for_a_norm(size: int, rounds: int):
+def test_a_rank_sends_short_messages_one_for_each_optimizer_and_iteration_and_some_for_a_norm(size: int, rounds: int):
     def train(group: ThreadCollectives) -> list[int]:
         counting, trees = Counting(group), [Tree() for _ in range(3)]
         scaler = ShardedGradScaler(group=counting)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import ran
-from scenarios import SGD, begun, fresh, gradients, is_mpi, iterate, raised, rank_and_size, tell, wait_for
+from scenarios import SGD, begun, fresh, gradients, is_mpi, iterate, play, raised, rank_and_size, tell, wait_for
 from worlds import GlooWorld, MPIWorld, ProcessWorld, agree, free_port, mpi_command, mpi_environment
 
 import gradscale
@@ -328,15 +328,10 @@ def what_is_no_group(group):
         raised(InvalidValueError, lambda: torch_collectives(absent), *said)
 
 
-def in_turn(group, scenario: Callable[..., Any]):
-    """Run one of many scenarios: starting the ranks takes longer than most."""
-    scenario(group)
-
-
 def test_groups_of_processes(processes: ProcessWorld):
     own = [what_is_no_communicator, many_scalers, freed_before_its_end]
     own = [outside, what_is_no_group] if isinstance(processes, GlooWorld) else own
-    agree(processes, in_turn, [(scenario,) for scenario in (overlapped, dropped, arrays, *own)])
+    agree(processes, play, [(scenario,) for scenario in (overlapped, dropped, arrays, *own)])
 
 
 def worlds_end(group, folder: str):

@@ -52,6 +52,7 @@ def test_a_picture_is_drawn_where_it_is_asked_for_of_the_kinds_that_the_help_nam
         (["none.log"], "'none.log' is neither a file nor steps"),
         (["CO" * 2000 + "X"], "'X' at position 4001"),
         (["--preset", "megatorn", "C"], "did you mean 'megatron'"),
+        (["--preset", "torch:3", "C"], "has no setting 3"),
         (["--preset", "torch:init_scale=large", "C"], "init_scale must be"),
         (["../other.jsonl"], "without a 'magnitude', in line 1 must be True or False, got None"),
         (["C", "--plot", "none/x.png"], "the plot cannot be written, got 'none/x.png'"),

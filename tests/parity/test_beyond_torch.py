@@ -186,27 +186,20 @@ def test_an_optimizer_that_is_passed_the_scaler_has_it_judge_or_tells_what_it_ha
     assert run.report.reason == "overflow"
 
 
-def test_a_refusal_counts_again_where_a_framework_overrules_the_overflow_that_hid_it():
-    run = Small(GradScaler("cpu", init_scale=4.0))
-    run.give(math.inf)
-    run.scaler.unscale_(run.optimizer)
-    run.scaler.refuse(run.optimizer)
-    next(iter(run.scaler._found_inf_per_device(run.optimizer).values())).zero_()
-    run.step()
-    assert (run.held, run.report.reason, run.scaler.get_scale()) == ([[0.0, 0.0]], "refused", 4.0)
-
-
-def test_an_overflow_counts_beside_the_verdict_of_a_framework_on_another_optimizer():
+def test_refusals_and_overflows_count_beside_the_verdicts_of_frameworks():
     scaler = GradScaler("cpu", init_scale=4.0)
-    runs = [Small(scaler), Small(scaler)]
-    for run, gradient in zip(runs, (1.0, math.inf), strict=True):
+    runs = [Small(scaler) for _ in range(3)]
+    for run, gradient in zip(runs, (math.inf, 1.0, math.inf), strict=True):
         run.give(gradient)
         scaler.unscale_(run.optimizer)
-    next(iter(scaler._found_inf_per_device(runs[0].optimizer).values())).zero_()
+    scaler.refuse(runs[0].optimizer)
+    for run in runs[:2]:
+        next(iter(scaler._found_inf_per_device(run.optimizer).values())).zero_()
     for run in runs:
         scaler.step(run.optimizer)
     scaler.update()
-    assert scaler.get_scale() == 2.0
+    assert [run.report.reason for run in runs] == ["refused", "stepped", "overflow"]
+    assert (runs[0].held, scaler.get_scale()) == ([[0.0, 0.0]], 2.0)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
