@@ -33,7 +33,6 @@ pytestmark = pytest.mark.torch
 
 GRADIENTS = (1.0, -2.0, math.inf, 0.5, math.nan, 3.0)
 NCCL = {"cuda": "nccl"}
-SKIPS = [not math.isfinite(gradient) for gradient in GRADIENTS]
 
 
 @pytest.fixture(autouse=True)
@@ -337,7 +336,19 @@ def test_a_step_waits_once_and_that_of_a_fused_optimizer_for_nothing(
         run.step()
         assert len(cuda.waits) == waits
         cuda.waits.clear()
-    assert [report.skipped for report in run.scaler.history] == SKIPS
+    assert [report.skipped for report in run.scaler.history] == [not math.isfinite(gradient) for gradient in GRADIENTS]
+
+
+@pytest.mark.filterwarnings("ignore:skip= judges norm:UserWarning")
+def test_a_spike_of_one_of_two_late_steps_does_not_hold_the_scale():
+    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1, skip=SKIPPING[-1])
+    first, second = (run_on(scaler, "SGD-fused", "cuda") for _ in range(2))
+    for run in (first, second):
+        run.give(100.0)
+    scaler.unscale_(first.optimizer, max_norm=1.0)
+    scaler.step(first.optimizer)
+    second.step()
+    assert (scaler.get_scale(), first.report.reason, second.report.reason) == (8.0, "spike", "stepped")
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
