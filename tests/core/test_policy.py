@@ -90,5 +90,4 @@ def test_a_static_scale_never_changes(arrays: Library):
 
 
 def test_a_tolerated_share_of_overflows_is_one_too_many_once_it_is_reached():
-    policy = DynamicScale(init_scale=8.0, tolerance=0.25)
-    assert [plain(policy, (8.0, 0, 0, steps), 1)[0] for steps in (3, 4)] == [4.0, 8.0]
+    assert [plain(DynamicScale(tolerance=0.25), (8.0, 0, 0, steps), 1)[0] for steps in (3, 4)] == [4.0, 8.0]

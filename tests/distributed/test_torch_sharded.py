@@ -21,15 +21,8 @@ from scenarios import raised, rank_and_size
 from tiers import examples, later
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -85,19 +78,19 @@ def distribute(setup: Setup) -> nn.Module:
     if setup.method == "FSDP1":
         one: dict[str, Any] = {
             "use_orig_params": not setup.other,
-            "mixed_precision": MixedPrecision(kind, kind, kind) if setup.half else None,
+            "mixed_precision": fsdp.MixedPrecision(kind, kind, kind) if setup.half else None,
             "device_id": torch.device("cpu"),
         }
-        model[2] = FullyShardedDataParallel(model[2], **one)
-        return FullyShardedDataParallel(model, **one)
+        model[2] = fsdp.FullyShardedDataParallel(model[2], **one)
+        return fsdp.FullyShardedDataParallel(model, **one)
     two: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(kind, kind) if setup.half else MixedPrecisionPolicy(),
+        "mp_policy": fsdp.MixedPrecisionPolicy(kind, kind) if setup.half else fsdp.MixedPrecisionPolicy(),
         # Pinned memory needs an accelerator.
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.other else OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False) if setup.other else fsdp.OffloadPolicy(),
     }
     for module in (model[2], model):
-        fully_shard(module, **two)
+        fsdp.fully_shard(module, **two)
     return model
 
 
@@ -214,7 +207,7 @@ def distribute_over_grid() -> nn.Module:
     # The last layer is there because FSDP2 warns of a view among a module's outputs.
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh())
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
+    fsdp.fully_shard(model, mesh=mesh["data"])
     return model
 
 
