@@ -35,7 +35,7 @@ torch = pytest.mark.torch
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_check.py")
 # In which stage a fault is found.
 STAGES = {"late": "report in", "hang": "inf on rank 0", "die": "inf on rank 0"}
-# The launcher, the number of ranks, and a fault of one.
+# The launcher, the number of ranks, and a fault of one; two of them run before the last tier.
 EARLY = [("mpi", 2, "", 0), ("mpi", 2, "die", 1)]
 RUNS = [
     *EARLY,

@@ -44,7 +44,7 @@ def test_of_many_ranks_the_eight_worst_entries_of_each_are_listed(monkeypatch: p
         diagnoses.check(results, [(rank,) for rank in range(10)], listed=30)
 
 
-# The fourth part of them is of each of four ranks.
+# How many entries are listed of all ranks; each of the four gives a fourth of them.
 @pytest.mark.parametrize("listed", [36, *later("ranks", 4096)])
 def test_groups_of_a_grid_are_gathered_in_turn(monkeypatch: pytest.MonkeyPatch, listed: int):
     if listed == 36:
