@@ -51,6 +51,7 @@ SHARED: dict[str, tuple[list[Any], list[Any]]] = {
     "exchanged": ([MEMORY[:3], MEMORY[3:]], [MEMORY[3:], MEMORY[:3]]),
     "shifted": ([MEMORY[:4]], [MEMORY[1:5]]),
     "of-NumPy": (NUMPYS, NUMPYS),
+    "at-one-end": ([MEMORY[:5:2], MEMORY[4:]],) * 2,
     "of-two-sizes": ([MEMORY[::2], MEMORY.view(torch.float16)[1:5]],) * 2,
     "of-another-dtype": ([one.double() for one in SHIFTED], SHIFTED),
 }

@@ -104,7 +104,7 @@ def test_skips_and_scales_are_told_and_written_with_the_worst_parameters_and_the
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ):
     caplog.set_level(logging.INFO)
-    log, path, optimizer = LogUpdates(summary_every=9), tmp_path / "log.jsonl", Tree()
+    log, path, optimizer = LogUpdates(logging.root, summary_every=9), tmp_path / "log.jsonl", Tree()
     schedule = type("Schedule", (), {"steps": 0, "step": lambda self: setattr(self, "steps", self.steps + 1)})()
     rule = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
     with JSONLines(path) as lines:

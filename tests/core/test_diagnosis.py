@@ -62,6 +62,7 @@ frozen                                            0/0   no gradient
 def test_a_report_is_a_table_of_so_many_rows_and_plain_values():
     report = gradscale.OverflowReport(LISTED, 1024.0, 7, "weights", "Weights hold NaN.", 4, 2, None, BROKEN, 3)
     assert report.table(4) == TABLE
+    assert report.table(1).endswith("... and 5 more with inf or NaN and 5 more finite parameters")
     alone = gradscale.OverflowReport((told("w", largest=2.0),), 1.0, 1, "none", "Fine.")
     assert str(alone).splitlines()[::4] == [
         "0 of 1 gradients with inf or NaN, iteration 1",

@@ -26,7 +26,7 @@ DEEPSPEED = WINDOW | {
     "dynamic": True,
     "dtype": object(),
 }
-STAGE0 = WINDOW | {"dynamic_loss_scale": True}
+STAGE0 = WINDOW | {"cur_iter": 4_000_010, "last_overflow_iter": 4_000_003, "dynamic_loss_scale": True}
 APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}
 KERAS = {"dynamic_scale": 32768.0, "step_counter": 1}
 FLAX = {"scale": 65536.0, "fin_steps": 4}

@@ -173,6 +173,16 @@ def test_any_gradients_are_divided_and_counted_as_they_are_stored(arrays: Librar
 
 
 @OVERFLOWS
+def test_a_quotient_halfway_between_the_largest_number_and_inf_is_an_overflow(arrays: Library):
+    state = start(arrays, DynamicScale(init_scale=0.5))
+    for dtype, tie in (("float16", 65520.0), ("bfloat16", 2.0**128 - 2.0**119)):
+        for quotient, bad in ((tie, 1), (-tie, 1), (float(np.nextafter(np.float32(tie), np.float32(0.0))), 0)):
+            grads = [arrays.asarray([quotient / 2.0], "float32")]
+            if dtype in arrays.reals:
+                arrays.assert_array(gradscale.unscale(grads, state, dtype=arrays.dtype(dtype))[1], bad, "int32")
+
+
+@OVERFLOWS
 def test_every_leaf_is_taken_from_the_tree_that_the_bool_chooses(arrays: Library):
     for draw in drawn(arrays):
         dtypes = [draw.chance.choice([*arrays.reals, *COMPLEX, "int32", "bool"]) for _ in draw.leaves]

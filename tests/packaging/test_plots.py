@@ -29,7 +29,7 @@ def test_a_run_its_reports_and_its_log_are_drawn_alike(tmp_path: Path, monkeypat
         iterate_plainly(scaler, optimizer, gradient)
     for history in (scaler, reports, Path("log.jsonl")):
         (axes,) = plot.history(history).axes
-        assert axes.get_title(loc="left").startswith("2 of 3 steps skipped"), history
+        assert axes.get_title(loc="left").startswith("2 of 3 steps skipped (66.7 %)"), history
         assert axes.collections[0].get_offsets().tolist() == [[1.0, 65536.0], [3.0, 32768.0]]
         # The line ends with what the last update has made of the scale.
         assert list(dict.fromkeys(axes.lines[0].get_ydata())) == [65536.0, 32768.0, 16384.0]

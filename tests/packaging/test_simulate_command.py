@@ -93,6 +93,7 @@ LOGS: dict[str, tuple[list[dict[str, Any]], str, tuple[int, int, float]]] = {
     # A resumed run has other counts than the row before it.
     "a spike after a resume": ([OVERFLOW, MADE, HELD], "torch", (2, 1, 2.0**15)),
     "a refusal beside an overflow after a resume": ([MADE, REFUSED], "torch", (2, 1, 2.0**15)),
+    "a spike after a row without counts": ([CLEAN, HELD], "torch", (1, 0, 2.0**16)),
     "a spike without counts": ([CLEAN, OVERFLOW | {"reason": "spike"}], "torch", (1, 0, 2.0**16)),
 }
 

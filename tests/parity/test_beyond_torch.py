@@ -313,6 +313,13 @@ def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_
     assert plain.get_scale() == 32.0
 
 
+def test_a_tracker_at_the_interval_or_beyond_it_lets_the_scale_grow_after_one_clean_step():
+    for tracker in (3, 4):
+        scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": tracker})
+        assert trained(scaler, [1.0])[0][:2] == [16.0, 0]
+
+
 def test_what_torchs_scaler_pickles_is_loaded_though_it_was_restored_from_ours_before():
     ours, theirs = (kind("cpu", init_scale=8.0) for kind in (GradScaler, TorchScaler))
     theirs.__setstate__(pickle.loads(pickle.dumps(ours.__getstate__())))
@@ -322,6 +329,14 @@ def test_what_torchs_scaler_pickles_is_loaded_though_it_was_restored_from_ours_b
     again = GradScaler.__new__(GradScaler)
     again.__setstate__(pickle.loads(pickle.dumps(theirs.__getstate__())))
     assert again.get_scale() == theirs.get_scale() == 4.0
+
+
+@pytest.mark.usefixtures("group")
+def test_a_sharded_scaler_takes_gradients_of_float16_as_torchs_does():
+    run = Small(ShardedGradScaler("cpu", 8.0), dtypes=["float16"])
+    before = run.parameter.tolist()
+    run.iterate(1.0)
+    assert run.parameter.tolist() == [x - 1.0 for x in before]
 
 
 @pytest.mark.usefixtures("group")
