@@ -175,6 +175,15 @@ def test_a_loss_is_judged_where_grad_differentiates_what_a_scaler_has_scaled():
         jax.vmap(jax.grad(lambda w: scaler.scale(w)))(jnp.zeros(2))
 
 
+def test_a_spike_leaves_a_scale_that_a_narrow_loss_cannot_hold():
+    options = {"policy": DynamicScale(init_scale=2.0**20), "skip": gradscale.SkipSpikes(above=1.0, of="loss")}
+    find = gradscale_jax.value_and_grad(lambda w: jnp.sum(w), **options)
+    for value, spikes in ((2.0, True), (0.5, False)):
+        weights = jnp.full(1, value, jnp.float16)
+        found = find(find.init(weights), weights)
+        assert (bool(found.verdict.spike), found.state.scale_state.scale == 2.0**20) == (spikes, spikes)
+
+
 # unscale_(max_norm=) over a mesh: explicit and automatic axes, split and whole, the loss anywhere.
 
 

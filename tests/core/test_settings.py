@@ -105,6 +105,15 @@ def test_a_new_scale_is_set_in_spite_of_an_overflow_at_the_minimum(strict: Libra
     assert scaler.get_scale() == 16.0
 
 
+def test_a_shorter_interval_takes_a_tracker_above_it_for_one_at_its_end(strict: Library):
+    scaler, optimizer = GradScaler(growth_interval=9), Tree()
+    for scale, shortens in ((65536.0, False), (65536.0, True), (131072.0, False)):
+        iterate(strict, scaler, optimizer)
+        if shortens:
+            scaler.set_growth_interval(1)
+        assert scaler.get_scale() == scale
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_new_scale_may_be_an_array_of_one_element_of_each_library(arrays: Library, shape: tuple[int, ...]):
     scaler = GradScaler()

@@ -318,6 +318,10 @@ def step_shards(group, kind: str, seed: int):
             torch.testing.assert_close(local_of(parameter.grad), torch.full((2,), value * factor), equal_nan=True)
         step = 0.0 if is_bad or value is None else value * factor
         torch.testing.assert_close(local_of(parameter.detach()), torch.full((2,), 1.0 - step))
+    if may_clip and clips and not is_bad:
+        # As they are, since nothing is scaled.
+        found = make_scaler(FSDP2, "gradscale", enabled=False).unscale_(optimizer, max_norm=1e6)
+        assert math.isclose(found.item(), norm * factor, rel_tol=1e-5)
     if kind in ("one", "half first"):
         # All are told of a rank whose gradients are refused, but for a diagnosis.
         is_odd, odd = rank == bad_rank, torch.optim.SGD(parameters)
