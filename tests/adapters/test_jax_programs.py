@@ -570,7 +570,7 @@ def assert_drift_is_found(program, run, carry, batches: Batch, earlier):
 # 3 and 45 are of one model over ranks. By 77 every optimizer has run in every way.
 QUICK = [3, 22, 36, 45, 70]
 REST = [number for number in range(231) if number not in QUICK]
-NUMBERS = [*QUICK, *later("ranks", *REST[:40]), *later("all", *REST[40:])]
+NUMBERS = [*QUICK, *later("ranks", *REST[:20]), *later("all", *REST[20:])]
 # Other settings for some of them, each of which must be found.
 WRONG: dict[int, dict[str, Any]] = {
     36: {"limits": {"give_up_after": 4}, "inner": "no state"},

@@ -322,6 +322,14 @@ def step_shards(group, kind: str, seed: int):
         # As they are, since nothing is scaled.
         found = make_scaler(FSDP2, "gradscale", enabled=False).unscale_(optimizer, max_norm=1e6)
         assert math.isclose(found.item(), norm * factor, rel_tol=1e-5)
+    if kind == "one" and clips:
+        # Parts that are not too large alone, of a norm that is.
+        parameters[0].grad = sharded(meshes[0], 2e38 * scaler.get_scale()).grad
+        scaler.scale(torch.ones(()))
+        assert scaler.unscale_(optimizer, max_norm=max_norm).item() == math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step(optimizer).local_nonfinite > 0
     if kind in ("one", "half first"):
         # All are told of a rank whose gradients are refused, but for a diagnosis.
         is_odd, odd = rank == bad_rank, torch.optim.SGD(parameters)
