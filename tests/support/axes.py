@@ -15,37 +15,22 @@ from worlds import find_mpiexec
 
 VARIABLE = "GRADSCALE_TEST_REQUIRE"
 
-# The names that the variable takes, and the modules behind them.
+# The names that the variable takes, and the modules behind them: first of those that are called as their module is.
 MODULES = {
-    "numpy": ("numpy",),
+    **{name: (name,) for name in ("numpy", "torch", "ndonnx", "jax", "optax", "flax", "jmp", "equinox", "ml_dtypes")},
+    **{name: (name,) for name in ("lightning", "accelerate", "transformers", "timm", "ignite", "keras")},
+    **{name: (name,) for name in ("tensorboard", "mypy", "cupy")},
     "strict": ("array_api_strict",),
-    "torch": ("torch",),
     "dask": ("dask.array",),
-    "ndonnx": ("ndonnx",),
     "mlx": ("mlx.core",),
     "mpi": ("mpi4py.MPI",),
-    "jax": ("jax",),
-    "optax": ("optax",),
-    "flax": ("flax",),
-    "jmp": ("jmp",),
-    "equinox": ("equinox",),
     "orbax": ("orbax.checkpoint",),
     "fast": ("numba",),
-    "ml_dtypes": ("ml_dtypes",),
     "examples": ("sklearn", "matplotlib", "tqdm"),
-    "lightning": ("lightning",),
-    "accelerate": ("accelerate",),
-    "transformers": ("transformers",),
-    "timm": ("timm",),
     "torchtitan": ("torchtitan.components.optimizer",),
-    "ignite": ("ignite",),
-    "keras": ("keras",),
     "cli": ("typer", "rich"),
     "plot": ("matplotlib",),
-    "tensorboard": ("tensorboard",),
-    "mypy": ("mypy",),
     "hatchling": ("hatchling", "hatch_fancy_pypi_readme"),
-    "cupy": ("cupy",),
     "nccl4py": ("nccl.core",),
 }
 
