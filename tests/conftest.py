@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     # Tests that are named by their ids are of any tier.
     tier = TIERS[-1] if any("::" in argument for argument in config.args) else config.getoption("--tier")
-    left_out = {item for item in items if _is_left_out(_row(item), item) or not is_in(tier, item)}
+    left_out = {item for item in items if _is_left_out(item) or not is_in(tier, item)}
     if tier != TIERS[-1]:
         left_out |= repeats(item for item in items if item not in left_out)
     if left_out:
@@ -124,16 +124,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def _row(item: pytest.Item) -> str | None:
-    specification = getattr(item, "callspec", None)
-    return specification.params.get("arrays") if specification is not None else None
-
-
-def _is_left_out(row: str | None, item: pytest.Item) -> bool:
+def _is_left_out(item: pytest.Item) -> bool:
     module = getattr(item, "module", None)
-    return (row == "jax-jit" and not getattr(module, "TRACED", False)) or (
-        row == "dask" and getattr(module, "LONG", False)
-    )
+    row = item.callspec.params.get("arrays") if hasattr(item, "callspec") else None
+    takes = {"jax-jit": getattr(module, "TRACED", False), "dask": not getattr(module, "LONG", False)}
+    return not takes.get(row, True)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

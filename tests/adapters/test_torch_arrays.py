@@ -83,8 +83,7 @@ def test_a_leaf_of_autograds_graph_is_overwritten_and_stays_one():
 
 
 @pytest.mark.parametrize(
-    "scale",
-    [2.0**-20, 0.75, 1.0, 1e30, *later("ranks", 2.0**29, 0.5, *map(float, torch.logspace(-6, 38, 40)))],
+    "scale", [2.0**-20, 0.75, 1.0, 1e30, *later("ranks", 2.0**29, 0.5, *map(float, torch.logspace(-6, 38, 40)))]
 )
 def test_every_bfloat16_is_divided_and_judged_without_a_kernel_as_it_is_with_one(
     monkeypatch: pytest.MonkeyPatch, scale: float

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import Library
-from optimizers import Grouped, Parameter, Tree, scaled
+from optimizers import Grouped, Parameter, Tree, scaled, with_groups
 
 import gradscale
 from gradscale import GradScaler, InvalidTypeError
@@ -53,35 +53,26 @@ class Fixed:
         raise AssertionError
 
 
-def with_groups(*groups) -> Grouped:
-    """Return an optimizer with these ``param_groups``."""
-    optimizer = Grouped()
-    optimizer.param_groups = [*groups]
-    return optimizer
-
-
 def test_gradients_that_properties_convert_are_given_back(arrays: Library):
     for is_tree in (True, False):
         scaler, one, empty = GradScaler(init_scale=4.0), Converting(arrays, 8.0), Converting(arrays, None)
         scaler.scale(arrays.asarray(1.0))
-        assert scaler.step(one if is_tree else with_groups({"params": [one, empty]})) == "stepped"
+        assert scaler.step(one if is_tree else with_groups([{"params": [one, empty]}])) == "stepped"
         assert (one.stored, empty.stored) == (2.0, None)
 
 
 NO_OPTIMIZER, NO_GROUP = r"param_groups .* or grads .*got", r"param_groups\[0\] of Grouped must be a dict with 'params'"
 MADE, EMPTY = "of Copying must be assignable.*made when they are read", r"must be a list .*got <list_iterator"
 UNASSIGNED = r"grads of Fixed must be assignable.*master_dtype.*give it a setter"
-IN_GROUPS = with_groups()
-IN_GROUPS.param_groups = iter([{"params": [Parameter()]}])
 REFUSED: list[tuple[str, Any]] = [
     *((NO_OPTIMIZER, wrong) for wrong in (object(), 3, "SGD", lambda: None)),
-    *((NO_GROUP, with_groups(group)) for group in (3, {"weights": []}, [Parameter()])),
-    (r"a parameter of Grouped must have \.grad, got 3", with_groups({"params": [3]})),
+    *((NO_GROUP, with_groups([group])) for group in (3, {"weights": []}, [Parameter()])),
+    (r"a parameter of Grouped must have \.grad, got 3", with_groups([{"params": [3]}])),
     (f"grads {MADE}", Copying()),
-    (f"grad {MADE}", with_groups({"params": [Copying()]})),
+    (f"grad {MADE}", with_groups([{"params": [Copying()]}])),
     # The optimizer would find it empty.
-    (EMPTY, with_groups({"params": iter([Parameter(np.ones(1, np.float32))])})),
-    (EMPTY, IN_GROUPS),
+    (EMPTY, with_groups([{"params": iter([Parameter(np.ones(1, np.float32))])}])),
+    (EMPTY, with_groups(iter([{"params": [Parameter()]}]))),
     (UNASSIGNED, Fixed()),
 ]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import require
-from optimizers import Grouped, Tree, iterate_plainly
+from optimizers import Grouped, Tree, iterate_plainly, with_groups
 from tiers import later
 
 import gradscale
@@ -166,13 +166,6 @@ Call = Callable[[GradScaler, Any], Any]
 def each(what: str, names: Iterable[Any], call: Callable[..., Any]) -> dict[str, Call]:
     """Return a call for each name, which it is given first."""
     return {f"{what} {shown(name)}": functools.partial(call, name) for name in names}
-
-
-def with_groups(groups) -> Grouped:
-    """Return an optimizer with these ``param_groups``."""
-    optimizer = Grouped([np.ones(1, np.float32)])
-    optimizer.param_groups = groups
-    return optimizer
 
 
 ONE = Tree([np.ones(1, np.float32)])

@@ -97,10 +97,5 @@ def bit_patterns(dtype: np.dtype[Any], sizes: Sequence[int]) -> st.SearchStrateg
             array[position % array.size] = value
         return array.view(dtype)
 
-    return st.builds(
-        build,
-        st.sampled_from(sizes),
-        st.lists(word, min_size=1, max_size=40),
-        st.integers(0, max(sizes)),
-        word,
-    )
+    cycles, positions = st.lists(word, min_size=1, max_size=40), st.integers(0, max(sizes))
+    return st.builds(build, st.sampled_from(sizes), cycles, positions, word)

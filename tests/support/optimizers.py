@@ -54,6 +54,13 @@ class Grouped(Recording):
         return [parameter.grad for parameter in self.parameters]
 
 
+def with_groups(groups) -> Grouped:
+    """Return an optimizer with these ``param_groups``, whatever they are."""
+    optimizer = Grouped()
+    optimizer.param_groups = groups
+    return optimizer
+
+
 class Tree(Recording):
     """An optimizer with a ``grads`` tree."""
 
