@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 from axes import require
@@ -84,12 +85,8 @@ def test_what_a_scaler_cannot_do_in_a_transformed_function_or_with_an_optimizer_
     with pytest.raises(InvalidTypeError, match=r"an optimizer must have .*got .*SGD"):
         scaler.step(optim.SGD(0.1))
 
-    def fail(*_):
-        msg = "out of memory"
-        raise RuntimeError(msg)
-
     # An error of MLX itself is not explained.
-    monkeypatch.setattr(mx, "eval", fail)
+    monkeypatch.setattr(mx, "eval", mock.Mock(side_effect=RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
         gradscale_mlx.backend.read(mx.zeros(1, mx.int32))
 

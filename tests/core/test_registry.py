@@ -58,7 +58,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 @pytest.mark.numpy
 def test_numpys_arrays_scalars_and_subclasses_are_served_by_its_adapter():
     class Mine(np.ndarray[Any, Any]):
-        pass
+        """An array of another class."""
 
     for x in (np.zeros(2), np.float32(1), np.zeros(2).view(Mine)):
         assert registry.backend_for(x) is registry.get("numpy")

@@ -34,7 +34,7 @@ class Frozen:
 
 
 class MyList(list[Any]):
-    pass
+    """A list of another class."""
 
 
 class MyDict(dict[str, Any]):

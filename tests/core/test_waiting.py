@@ -168,10 +168,6 @@ def test_what_cannot_be_reduced_is_an_error_before_it_is_sent_and_gives_nothing_
     collectives.start_max(vector(1))
 
 
-def interrupt(_: Courier):
-    signal.raise_signal(signal.SIGINT)
-
-
 def failing(name: str, error: BaseException, *, has_come: bool = False):
     """Return what happens to a communicator when the library or the device fails, perhaps after an answer."""
 
@@ -192,7 +188,7 @@ ENDS: dict[str, tuple[Callable[[Courier], None], type[BaseException], str, bool]
     "the library fails after an answer": (failing("error", LAME, has_come=True), BackendError, FAILED, False),
     "the device fails": (failing("failure", LAME), BackendError, FAILED, False),
     "an error of gradscale": (failing("error", InvalidValueError("wrong")), InvalidValueError, "^wrong$", True),
-    "Ctrl-C": (interrupt, KeyboardInterrupt, "^$", True),
+    "Ctrl-C": (lambda _: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, "^$", True),
 }
 
 
