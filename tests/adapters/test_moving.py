@@ -57,9 +57,8 @@ def test_from_a_scaler_of_jax_every_bit_stays(system: str, kept: str, scale: flo
     jax = require("jax")
     require(system)
     before, after = (ran(system, block, **jax_names()) for block in ("before", "after"))
-    for theirs, ours in zip(
-        *(jax.tree.leaves((one["params"], one["opt_state"])) for one in (before, after)), strict=True
-    ):
+    ends = (jax.tree.leaves((one["params"], one["opt_state"])) for one in (before, after))
+    for theirs, ours in zip(*ends, strict=True):
         assert theirs.tolist() == ours.tolist()
     assert after["params"]["w"].tolist() != jax_names()["params"]["w"].tolist()
     saved = vars(before[kept])

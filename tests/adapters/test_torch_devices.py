@@ -134,14 +134,9 @@ class Life:
         self.chance, self.cuda, self.home = random.Random(seed), cuda, home
         choice = self.chance.choice
         scale, interval = choice([0.25, 1.0, 1.0, 3.0, 8.0, 2.0**20, 2.0**70]), choice([1, 2, 3])
-        of_factors, *others = (
-            gradscale.DynamicScale(init_scale=scale, **options)
-            for options in (
-                {"growth_interval": interval},
-                {"hysteresis": 2, "growth_after": "interval_plus_one"},
-                {"min_scale": 0.25},
-            )
-        )
+        dynamic = functools.partial(gradscale.DynamicScale, init_scale=scale)
+        of_factors = dynamic(growth_interval=interval)
+        others = [dynamic(hysteresis=2, growth_after="interval_plus_one"), dynamic(min_scale=0.25)]
         self.policy = choice([of_factors, of_factors, *others, gradscale.StaticScale(scale), FallsFast(scale)])
         carriers = choice([NCCL, {"cpu": "gloo"}])
         carriers = {"cpu": "gloo"} if home == "cpu" else carriers
@@ -249,9 +244,8 @@ class Life:
         if self.draws(0.1):
             scaler.load_state_dict({**scaler.state_dict(), "scale": 0.25})
         if self.draws(0.1):
-            scaler._scale = torch.full(
-                (), self.chance.choice([0.25, 16.0]), device=self.chance.choice(["cpu", self.home])
-            )
+            scale, device = self.chance.choice([0.25, 16.0]), self.chance.choice(["cpu", self.home])
+            scaler._scale = torch.full((), scale, device=device)
         if self.draws(0.1) and type(self.policy) is gradscale.DynamicScale and not self.clips:
             scaler.set_backoff_factor(self.chance.choice([0.125, 0.7]))
         if self.draws(0.1):

@@ -207,9 +207,8 @@ def test_the_trainer_clips_skips_and_steps_as_with_torchs_scaler(kind: str, opti
 def test_a_checkpoint_serves_either_plugin_and_schedules_that_hold(save: str, load: str, tmp_path: Path):
     # Those of Lightning's own plugin do not hold.
     holds = save == load == "plugin"
-    train = functools.partial(
-        trained, name="AdamW", clip="norm", folder=tmp_path, **{} if holds else {"schedule": None}
-    )
+    settings = {} if holds else {"schedule": None}
+    train = functools.partial(trained, name="AdamW", clip="norm", folder=tmp_path, **settings)
     rows = train(save, steps=range(HALF)) + train(load, steps=range(HALF, STEPS))
     assert rows == train(save if holds else "torchs")
     assert not holds or column(rows, "rate") == rates_of(TAKEN)

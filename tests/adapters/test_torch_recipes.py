@@ -175,8 +175,7 @@ HOSTS: dict[str, tuple[str, Callable[..., Any], str, *tuple[str, ...]]] = {
     "accelerate": ("accelerate", nothing, "accelerator.scaler", "schedule.scheduler.last_epoch"),
     "trainer": ("lightning", for_lightning, "scaler", "schedule.last_epoch"),
     "fabric": ("lightning", lambda _, at: {"path": at / "fabric.ckpt"}, "precision.scaler", "schedule.last_epoch"),
-    "transformers": ("transformers", for_transformers, *OF_TRANSFORMERS),
-    "transformers_bfloat16": ("transformers", for_transformers, *OF_TRANSFORMERS),
+    **dict.fromkeys(("transformers", "transformers_bfloat16"), ("transformers", for_transformers, *OF_TRANSFORMERS)),
     "timm": ("timm", for_timm, "loss_scaler._scaler", "updates", HALVINGS),
     "ignite": ("ignite", for_ignite, "scaler", "schedule.last_epoch"),
 }

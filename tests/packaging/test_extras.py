@@ -63,13 +63,10 @@ COMMANDS = [
 PROGRAMS = [
     ("train_digits.py", "numpy tqdm sklearn matplotlib", "", "examples"),
     ("train_cupy.py", "numpy matplotlib cupy", "cupy", "examples"),
-    ("train_fsdp.py", "torch matplotlib", "torch", "examples"),
-    ("fp16_rl.py", "torch matplotlib", "torch", "examples"),
-    ("spikes.py", "torch matplotlib", "torch", "examples"),
+    *((name, "torch matplotlib", "torch", "examples") for name in ("train_fsdp.py", "fp16_rl.py", "spikes.py")),
     ("train_jax.py", "jax sklearn matplotlib", "jax", "examples"),
     ("lightning_plugin.py", "torch sklearn", "lightning", "examples"),
-    ("flax_linen.py", "jax", "optax", "examples flax"),
-    ("flax_nnx.py", "jax", "optax", "examples flax"),
+    *((name, "jax", "optax", "examples flax") for name in ("flax_linen.py", "flax_nnx.py")),
     ("equinox_train.py", "equinox", "optax", "examples equinox"),
     ("train_mlx.py", "mlx", "mlx", ""),
 ]

@@ -99,9 +99,8 @@ def test_an_object_without_an_example_is_seen():
 def test_whatever_names_the_version_names_this_one():
     assert importlib.metadata.version("gradscale") == gradscale.__version__
     cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    newest = re.search(
-        r"^## (\S+) \((unreleased|\d{4}-\d{2}-\d{2})\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## (\S+) \((unreleased|\d{4}-\d{2}-\d{2})\)$", changes, re.MULTILINE)
     assert newest is not None
     packaged = re.findall(r'^  version: "(.*)"$', RECIPE.read_text(), re.MULTILINE)
     assert [*cited, newest[1], *packaged] == [gradscale.__version__] * 3

@@ -73,9 +73,8 @@ def scaled(*steps: tuple[Any, Any, bool]) -> list[dict[str, Any]]:
 
 
 HUGE = 10**400
-CLEAN, OVERFLOW = (
-    {"scale": 65536.0, "skipped": skips, "reason": why} for skips, why in ((False, None), (True, "overflow"))
-)
+CLEAN = {"scale": 65536.0, "skipped": False, "reason": None}
+OVERFLOW = CLEAN | {"skipped": True, "reason": "overflow"}
 MADE = CLEAN | {"counts": {"taken": 2, "overflow": 1}}
 HELD = OVERFLOW | {"reason": "spike", "iteration": 2, "counts": {"taken": 1, "overflow": 0, "spike": 1}}
 REFUSED = OVERFLOW | {"reason": "refused", "iteration": 1, "counts": {"taken": 0, "overflow": 1, "refused": 1}}

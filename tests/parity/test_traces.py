@@ -34,12 +34,10 @@ LIBRARIES = [
     pytest.param("jax-jit", marks=[pytest.mark.jax, pytest.mark.tier("all")]),
 ]
 
-# The name and the settings of each variant's preset, by what it was recorded with ("params").
+# The name and the settings of each variant's preset, by what it was recorded with ("params"). What optax leaves out has
+# no scale.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    # What optax leaves out has no scale.
-    name: variant["preset"]
-    for name, variant in IMPLEMENTATIONS.items()
-    if not name.startswith("optax")
+    name: variant["preset"] for name, variant in IMPLEMENTATIONS.items() if not name.startswith("optax")
 }
 
 
