@@ -313,9 +313,11 @@ def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_
     assert plain.get_scale() == 32.0
 
 
-def test_a_tracker_at_the_interval_or_beyond_it_lets_the_scale_grow_after_one_clean_step():
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
+def test_a_tracker_at_the_interval_or_beyond_it_lets_the_scale_grow_after_one_clean_step(make):
     for tracker in (3, 4):
-        scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        scaler = make("cpu", init_scale=8.0, growth_interval=3)
         scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": tracker})
         assert trained(scaler, [1.0])[0][:2] == [16.0, 0]
 
