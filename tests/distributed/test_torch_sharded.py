@@ -319,11 +319,11 @@ def step_shards(group, kind: str, seed: int):
         step = 0.0 if is_bad or value is None else value * factor
         torch.testing.assert_close(local_of(parameter.detach()), torch.full((2,), 1.0 - step))
     if may_clip and clips and not is_bad:
-        # As they are, since nothing is scaled.
+        # A disabled scaler clips gradients that nothing has scaled.
         found = make_scaler(FSDP2, "gradscale", enabled=False).unscale_(optimizer, max_norm=1e6)
         assert math.isclose(found.item(), norm * factor, rel_tol=1e-5)
     if kind == "one" and clips:
-        # Parts that are not too large alone, of a norm that is.
+        # No rank's part is too large, but the norm of all is.
         parameters[0].grad = sharded(meshes[0], 2e38 * scaler.get_scale()).grad
         scaler.scale(torch.ones(()))
         assert scaler.unscale_(optimizer, max_norm=max_norm).item() == math.inf

@@ -15,7 +15,7 @@ from worlds import find_mpiexec
 
 VARIABLE = "GRADSCALE_TEST_REQUIRE"
 
-# The names that the variable takes, and the modules behind them: first of those that are called as their module is.
+# The names that the variable takes, and the modules behind them. Many names are those of their modules.
 MODULES = {
     **{name: (name,) for name in ("numpy", "torch", "ndonnx", "jax", "optax", "flax", "jmp", "equinox", "ml_dtypes")},
     **{name: (name,) for name in ("lightning", "accelerate", "transformers", "timm", "ignite", "keras")},
