@@ -112,6 +112,8 @@ class LiveState:
     def saved(self) -> Saved:
         """Return the state for ``restore``. No host read."""
         state = self.state or self.current()
+        if self.is_static:
+            return state
         return self.backend.peek(state) or (self.backend.fingerprint(state) if self.backend.is_shared else state)
 
     def restore(self, saved: Saved) -> None:
@@ -131,6 +133,8 @@ class LiveState:
         state = self.state or self.current()
         self.updates += 1
         self.is_fresh = False
+        if self.is_static:
+            return
         found = counts[0]
         for count in counts[1:]:
             # What the host knows is an overflow, or says nothing.
