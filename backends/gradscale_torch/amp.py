@@ -18,6 +18,7 @@ from torch.amp import GradScaler as TorchGradScaler
 import gradscale
 from gradscale import registry
 from gradscale.core import validation
+from gradscale.core.arithmetic import NormOver
 from gradscale.core.gradients import Request
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown, warn_caller
@@ -111,6 +112,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         Seconds to wait for the other ranks.
     policy, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
         As in :class:`gradscale.GradScaler`.
+    max_norm, norm_over : optional
+        As in :class:`gradscale.GradScaler`.
 
     Raises
     ------
@@ -121,8 +124,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     Notes
     -----
-    The methods are torch's. Beyond them there are those of :class:`gradscale.GradScaler`, closures, and
-    ``unscale_(optimizer, max_norm=)``, which clips in the pass that unscales. One host read in each
+    The methods are torch's. Beyond them there are those of :class:`gradscale.GradScaler`, closures, and ``max_norm``.
+    With it a fused optimizer divides by a factor that clips, too, and any other has its gradients multiplied once, if
+    their norm is above; if such a step is skipped, they stay scaled. One host read in each
     ``step``, none with a fused optimizer on a device, and none elsewhere, but of the scale if gradients are on the CPU
     and the loss is on a device (CPU offload). With ``on_skip``, ``on_update`` or ``diagnose`` the verdict of a fused
     optimizer on a device is read in each step, too; else by the first ``last_step``, ``step_schedule`` or ``history``
@@ -214,12 +218,16 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     @overload
     def unscale_(self, optimizer: Optimizer) -> None: ...
     @overload
-    def unscale_(self, optimizer: Optimizer, *, max_norm: float) -> Tensor: ...
+    def unscale_(self, optimizer: Optimizer, *, max_norm: float, norm_over: NormOver | None = None) -> Tensor: ...
     @overload
-    def unscale_(self, optimizer: Optimizer, *, max_norm: float | None) -> Tensor | None: ...
+    def unscale_(
+        self, optimizer: Optimizer, *, max_norm: float | None, norm_over: NormOver | None = None
+    ) -> Tensor | None: ...
     @hosts.untraced
     @takes()
-    def unscale_(self, optimizer: Optimizer, *, max_norm: float | None = None) -> Tensor | None:
+    def unscale_(
+        self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
+    ) -> Tensor | None:
         """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
 
         Parameters
@@ -228,7 +236,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             Its gradients are overwritten. Sparse float16 ones are coalesced first, which replaces ``.grad``.
         max_norm : float, optional
             Clip them to this global 2-norm in the same pass, as ``torch.nn.utils.clip_grad_norm_`` does afterwards:
-            that of DTensors over their mesh, whatever the group is.
+            that of DTensors over their mesh, whatever the group is. Default: the constructor's.
+        norm_over : {"rank", "group"}, optional
+            For plain tensors over a group, as in :meth:`gradscale.GradScaler.unscale_`.
 
         Returns
         -------
@@ -241,8 +251,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         Raises
         ------
         InvalidValueError
-            For float16 gradients that are not allowed, and ``max_norm`` for plain tensors over a group or DTensors of
-            meshes over different ranks.
+            For float16 gradients that are not allowed, and ``max_norm`` for DTensors of meshes over different ranks.
         SharedMemoryError
             For a gradient that is expanded, or whose elements overlap when the optimizer's parameters are met first.
         InvalidTypeError
@@ -251,7 +260,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             As in :meth:`gradscale.GradScaler.unscale_`, and so is the warning.
         """
         self._join()
-        norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm)
+        norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm, norm_over=norm_over)
         return norm
 
     @functools.partial(hosts.untraced, recursive=False)
@@ -436,15 +445,16 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
         The ranks that skip together. Default: all ranks once torch.distributed is initialized and there are several,
         with DDP, too, since each rank has a loss of its own.
-    timeout, enabled, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
+    timeout, enabled, on_skip, on_update, diagnose, history_size : optional
+        As in :class:`gradscale.StepGuard`.
+    max_norm, norm_over, skip, warn_after, give_up_after : optional
         As in :class:`gradscale.StepGuard`. InvalidTypeError for settings of a scale, and for ``device``.
 
     Notes
     -----
     It is a scaler of :class:`gradscale_torch.GradScaler`'s kind, and so of torch's, whose scale is always 1: frameworks
     that take a scaler take it. ``scale`` returns the loss as it is, and may be left out, unless ``skip`` is to judge
-    the loss. Gradients may be of any dtype, on any device. Over a group ``unscale_(optimizer, max_norm=)`` takes
-    DTensors (FSDP2); with DDP clip by ``torch.nn.utils.clip_grad_norm_`` after ``unscale_(optimizer)``.
+    the loss. Gradients may be of any dtype, on any device.
 
     Examples
     --------

@@ -24,8 +24,6 @@ from gradscale_torch.stepping import stepping
 
 Tensor = torch.Tensor
 
-# Arguments of the kernel that adapts a state of the CPU.
-_FOUND = torch.zeros((), device=CPU), torch.ones((), device=CPU)
 _PLAIN = {Tensor, torch.nn.Parameter}
 _item = torch.Tensor.item
 
@@ -151,7 +149,7 @@ class TorchBackend(Backend):
             # Reading the scale of a device would be a host read; a second look is none. 0 is as low as it may be.
             least = state.scale.item() if state.scale.is_cpu else float(isinstance(state, arithmetic.UnitState))
             if least == 1.0:
-                gradients.flag_nonfinite(tensors, flags, state.scale)
+                gradients.flag_nonfinite(tensors, flags)
             else:
                 gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, again=least < 1.0)
             sparse = [one for one in out if one.layout == torch.sparse_coo]
@@ -182,6 +180,8 @@ class ScalerBackend(TorchBackend):
 
     def __init__(self, settings: gradients.Settings) -> None:
         self._settings, self._device, self.is_replayed = settings, settings.device, False
+        # A policy, and a tracker that is below its interval.
+        self._fitting: tuple[Policy | None, Tensor | None] = None, None
         # torch's ShardedGradScaler multiplies by factors that are rounded to float32.
         self.takes_numbers = not settings.is_sharded
 
@@ -204,23 +204,30 @@ class ScalerBackend(TorchBackend):
                 tensor.fill_(number)
         return ScaleState(*state)
 
-    def adapt(self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, held: Tensor | None) -> ScaleState:
+    def adapt(
+        self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, held: Tensor | None, least: float = 0.0
+    ) -> ScaleState:
         """Return the state after a step, by torch's kernel if that has the rule."""
         scale, tracker = state[:2]
         if not scale.is_cpu and is_capturing(scale.device):
             self.is_replayed = True
         if held is not None or type(policy) is not DynamicScale or not is_torchs(policy, "min_scale"):
             return self.put(state, super().adapt(policy, state, nonfinite, held))
-        if not scale.is_cpu or tracker.item() >= policy.growth_interval:
-            # The kernel grows at the interval alone.
+        fits = not self.is_replayed and self._fitting[0] is policy and self._fitting[1] is tracker
+        if not fits or (scale.is_cpu and tracker.item() >= policy.growth_interval):
+            # The kernel grows at the interval alone, which a setting or a load may have left behind.
             tracker.clamp_(max=policy.growth_interval - 1)
-        found = _FOUND[nonfinite > 0] if isinstance(nonfinite, int) else nonfinite.float()
+            self._fitting = policy, tracker
+        if isinstance(nonfinite, int):
+            nonfinite = gradients.constant(float(nonfinite > 0), scale.device)
         growth, backoff = policy.growth_factor, policy.backoff_factor
         if scale.is_cpu and self._settings.is_sharded:
             # torch's ShardedGradScaler multiplies a tensor by them there, in float32.
             growth, backoff = round_to_float32(growth), round_to_float32(backoff)
-        torch._amp_update_scale_(scale, tracker, found, growth, backoff, policy.growth_interval)
-        if not scale.is_cpu or scale.item() < policy.min_scale:
+        torch._amp_update_scale_(scale, tracker, nonfinite.float(), growth, backoff, policy.growth_interval)
+        # Replays lower it without the host's knowledge.
+        lowest = scale.item() if scale.is_cpu else 0.0 if self.is_replayed else least
+        if lowest < policy.min_scale:
             # The kernel goes on into the subnormals, and to 0.
             scale.clamp_(min=policy.min_scale)
         return ScaleState(*state)
@@ -233,6 +240,7 @@ class ScalerBackend(TorchBackend):
         if old[0].is_inference():
             # They were made in torch's inference mode, and cannot be written outside of it.
             return type(old)(*map(torch.clone, new))
+        self._fitting = None, None
         for tensor, value in zip(old, new, strict=True):
             if tensor is not value:
                 tensor.copy_(value)
@@ -271,13 +279,12 @@ class ScalerBackend(TorchBackend):
         meshes = gradients.meshes_of(one.parameter for one in named_gradients(optimizer))
         return gradients.groups_over(meshes, self._settings.timeout)
 
-    def norm_groups(self, optimizer: Any, *, is_alone: bool) -> Sequence[Collectives] | None:
+    def norm_groups(self, optimizer: Any, listed: Listed) -> Sequence[Collectives]:
         """Return the mesh over which the norm of DTensor gradients is taken."""
-        meshes = gradients.require_norm(optimizer, is_alone=is_alone)
-        return gradients.groups_over(meshes, self._settings.timeout)
+        return gradients.groups_over(gradients.require_norm(optimizer, listed), self._settings.timeout)
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"is_replayed": False}
+        return self.__dict__ | {"is_replayed": False, "_fitting": (None, None)}
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import aliasing, gradients
+from gradscale.core.arithmetic import clip_numbers
 from gradscale.core.gradients import Found, Home, Listed, Request
 from gradscale.core.protocols import Collectives, ScaleState
-from gradscale.core.validation import SMALLEST_NORMAL
+from gradscale.core.validation import bits_of_float32, float32_from_bits
 from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, shown
 from gradscale_torch.devices import CPU, Flags, combined, is_capturing, is_on_cpu, moved
 from gradscale_torch.groups import TorchCollectives
@@ -26,7 +28,8 @@ Optimizer = torch.optim.Optimizer
 Groups: TypeAlias = "dict[tuple[torch.device, torch.dtype], list[Tensor]]"
 """Dense tensors by device and dtype."""
 
-_ONE = torch.ones((), dtype=torch.float32, device=CPU)
+# Types of devices whose compilers need not divide in float32 as IEEE does.
+_INEXACT = ("xla", "xpu", "hpu")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 # torch's clip_grad_norm_ adds it to the norm.
 _EPSILON = 1e-6
@@ -60,6 +63,46 @@ class Parameters:
     left_scaled: bool = False
 
 
+@dataclasses.dataclass(slots=True)
+class DeferredClip:
+    """Gradients that are divided and clipped in one pass, once the host has read their norm."""
+
+    _norm: Tensor | None
+    """Of the gradients as they are, 0-d; None if the host has it."""
+    _tensors: Groups
+    _max_norm: float
+    _parameters: Parameters
+    _factor: float = 1.0
+
+    @property
+    def words(self) -> Tensor:
+        """The bits of the norm as one or two int32, 1-d, without a copy."""
+        norm = self._norm
+        assert norm is not None
+        # By way of complex numbers, as not every device has views of elements of another size.
+        is_wide = norm.dtype is torch.float64
+        return (torch.view_as_real(norm.view(torch.complex64)) if is_wide else norm.reshape(1)).view(torch.int32)
+
+    def judge(self, words: Sequence[int], scale: float) -> tuple[int, float]:
+        """Return 1 if the norm overflows, or the factor that it gives, else 0; and the unscaled norm."""
+        (norm,) = struct.unpack("d" if len(words) == 2 else "f", struct.pack(f"{len(words)}i", *words))
+        return self.judge_norm(norm, scale)
+
+    def judge_norm(self, norm: float, scale: float) -> tuple[int, float]:
+        """Judge by the norm of the gradients as they are."""
+        unscaled, self._factor, overflows = clip_numbers(norm, self._max_norm, scale)
+        return int(overflows), unscaled
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Divide and clip them, unless they are to stay as they are."""
+        self._parameters.left_scaled = False
+        if self._factor != 1.0:
+            for tensors in self._tensors.values():
+                # A number to a device.
+                _multiply(tensors, torch.tensor(self._factor, dtype=torch.float32, device=CPU))
+
+
 class TensorGradients:
     """An optimizer's gradients on their way. Collecting coalesces sparse float16 ones, and modifies no others."""
 
@@ -68,10 +111,7 @@ class TensorGradients:
     def __init__(
         self, settings: Settings, optimizer: Optimizer, listed: Listed, request: Request, *, is_replayed: bool
     ) -> None:
-        parameters: Parameters | None = listed.get(id(optimizer))
-        if parameters is None or not parameters.listed.are_those_of(optimizer):
-            parameters = _parameters_of(optimizer)
-            listed.put(optimizer, parameters)
+        parameters = _parameters_of(optimizer, listed)
         self._settings, self._optimizer, self._parameters, self._request = settings, optimizer, parameters, request
         self._is_replayed = is_replayed
         # The tensors of values, to be overwritten; and the sparse gradients with duplicate indices, whose sums must be
@@ -103,26 +143,34 @@ class TensorGradients:
         request, tensors, scale = self._request, self._tensors, state.scale
         if request.max_norm is not None:
             self._require_whole()
-        if request.divides:
-            self.is_touched, self._parameters.left_scaled = True, False
         flags: Flags = {}
-        norm = None
+        norm, divisor = None, scale
         (number,) = live.backend.peek((scale,)) or (None,)
         is_one, may_be_below_one = number == 1.0, number is None or number < 1.0
         if number is None and not self._is_replayed and not is_capturing(scale.device):
             is_one, may_be_below_one = live.is_one(state), live.floor(state) < 1.0
         with torch.no_grad():
+            if request.max_norm is not None:
+                is_plain = request.divides and request.exchange is None and not self._parameters.meshes
+                if is_plain and request.is_read and number is None and not may_be_below_one:
+                    self._parameters.left_scaled = request.are_scaled
+                    deferred = self._deferred_clip(self._norm(scale.device)[0])
+                    return Found(0, None, len(tensors) > 0, request.are_scaled, deferred=deferred)
+                if is_plain and number is not None and all(device == CPU for device, _ in tensors):
+                    return self._unscale_on_cpu(number)
+                divisor, norm = self._clipped(scale, request.max_norm, flags)
+            if request.divides:
+                self.is_touched, self._parameters.left_scaled = True, False
             if not request.divides:
-                flag_nonfinite(tensors, flags)
+                if norm is None or self._parameters.meshes:
+                    flag_nonfinite(tensors, flags)
                 if may_be_below_one and request.are_scaled:
                     # An optimizer's kernel divides without a look at the result.
-                    flag_quotients(tensors, scale, flags)
-            elif is_one and request.max_norm is None:
-                flag_nonfinite(tensors, flags, scale)
+                    flag_quotients(tensors, divisor, flags)
+            elif is_one and norm is None:
+                flag_nonfinite(tensors, flags)
             else:
-                factor = inverse_of(scale) if number is None else _inverse_of_number(number)
-                if request.max_norm is not None:
-                    factor, norm = self._clipped(factor, request.max_norm, flags)
+                factor = inverse_of(divisor) if number is None or norm is not None else _inverse_of_number(number)
                 # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
                 flagged = norm is not None and not may_be_below_one and not self._parameters.meshes
                 unscale_in_place(tensors, factor, flags, again=may_be_below_one, flagged=flagged)
@@ -131,7 +179,29 @@ class TensorGradients:
             count = count_nonfinite(flags, tensors)
         # A fused optimizer must not divide again what is unscaled.
         found = combined(flags, scale.device) if count is None else count
-        return Found(found, norm, len(tensors) > 0, request.are_scaled and not request.divides, flags, number)
+        is_scaled = request.are_scaled and not request.divides
+        return Found(found, norm, len(tensors) > 0, is_scaled, flags, number, None if divisor is scale else divisor)
+
+    def _unscale_on_cpu(self, scale: float) -> Found:
+        """Judge them by numbers, and unscale and clip them, at once or if the step is made."""
+        clip, tensors, request = self._deferred_clip(), self._tensors, self._request
+        overflows, norm = clip.judge_norm(norm_on_cpu(tensors), scale)
+        flags: Flags = {CPU: torch.full((), float(overflows), device=CPU)}
+        is_later = request.is_read and scale >= 1.0
+        if is_later:
+            self._parameters.left_scaled = request.are_scaled
+        else:
+            self.is_touched = True
+            clip.finish()
+        if scale < 1.0:
+            flag_nonfinite(tensors, flags)
+        count, returned = count_nonfinite(flags, tensors), norm if request.is_read else torch.tensor(norm)
+        is_scaled, deferred = is_later and request.are_scaled, clip if is_later else None
+        return Found(count, returned, len(tensors) > 0, is_scaled, flags, scale, deferred=deferred)
+
+    def _deferred_clip(self, norm: Tensor | None = None) -> DeferredClip:
+        assert self._request.max_norm is not None
+        return DeferredClip(norm, self._tensors, self._request.max_norm, self._parameters)
 
     @torch.no_grad()
     def clip(self, one: object) -> Tensor:  # noqa: ARG002
@@ -139,48 +209,56 @@ class TensorGradients:
         max_norm = self._request.max_norm
         assert max_norm is not None
         self._require_whole()
-        norm = self._squares(next((device for device, _ in self._tensors), CPU))[0].sqrt()
+        norm = self._norm(next((device for device, _ in self._tensors), CPU))[0]
         factor = clip_factor(norm, max_norm)
         for (device, _), tensors in self._tensors.items():
             _multiply(tensors, moved(factor, device))
         return norm.float()
 
-    def _clipped(self, inverse: Tensor, max_norm: float, flags: Flags) -> tuple[Tensor, Tensor]:
-        """Return the factor that unscales and clips at once, and the norm."""
-        exchange = self._request.exchange
-        # On a device the CPU waits for nobody, so that the norm is not announced.
-        if exchange is not None and is_on_cpu(inverse):
-            exchange.announce(inverse)
-        squares, own = self._squares(inverse.device)
-        norm = squares.sqrt() * inverse
-        # As it is returned, in float32.
-        is_finite = norm.float() < math.inf
-        # A norm that is not finite clips nothing: gradients that are finite stay so, and those that are not are named.
-        wanted = torch.where(is_finite, inverse * clip_factor(norm, max_norm), inverse)
-        # A norm that overflows, or a factor that loses bits, is an overflow, too. If another rank's part makes the norm
-        # inf or NaN, that rank reports it: it overflows only if some part is above its share of the largest number.
-        is_bad = torch.logical_not(is_finite)
-        if exchange is not None:
-            share = own.sqrt() * inverse * math.sqrt(2 * exchange.size)
-            is_bad &= torch.logical_not(share.float() < math.inf)
-        if max_norm > 0:
-            is_bad |= wanted < SMALLEST_NORMAL
-        flags[inverse.device] = is_bad.float()
-        return wanted.float(), norm.float()
+    def _clipped(self, scale: Tensor, max_norm: float, flags: Flags) -> tuple[Tensor, Tensor]:
+        """Return by what to divide to unscale and clip at once, and the unscaled norm, 0-d float32; set the flag.
 
-    def _squares(self, home: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the squared norm of all gradients, by an all-reduce for DTensors, and that of this rank's."""
-        mesh = groups_over(self._parameters.meshes, self._settings.timeout)
+        For an optimizer that divides by itself the first is float32, and else float64, if there is that.
+        """
+        exchange, home, divides = self._request.exchange, scale.device, self._request.divides
+        # On a device the CPU waits for nobody, so that the norm is not announced.
+        if exchange is not None and is_on_cpu(scale) and self._parameters.meshes:
+            exchange.announce(scale)
+        norm, own = self._norm(home)
+        unscaled = torch.div(norm, scale, out=torch.empty_like(scale))
+        judged = unscaled
+        if exchange is not None:
+            # If another rank's part makes the norm inf or NaN, that rank reports it: it overflows only if some part is
+            # above its share of the largest number.
+            share = own * math.sqrt(2 * exchange.size) / scale
+            judged = torch.where(share.float() < math.inf, 0.0, unscaled)
+        clipping = torch.add(norm, scale, alpha=_EPSILON).div_(max_norm)
+        if divides:
+            # A norm that is not finite clips nothing: gradients that are finite stay so, and the others are named.
+            clipping = torch.where(unscaled < math.inf, clipping, 0.0)
+        divisor = torch.maximum(scale, clipping, out=None if divides else torch.empty_like(scale))
+        # A divisor is an overflow, too, that float32 cannot hold, or whose reciprocal is no normal number.
+        lost = [(4 * divisor).float() if divides else divisor] if max_norm > 0 else []
+        flag_nonfinite({(home, torch.float32): [judged, *lost]}, flags)
+        return divisor, unscaled
+
+    def _norm(self, home: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the norm of all gradients, by an all-reduce for DTensors, and that of this rank's; 0-d, in float64."""
+        mesh, exchange = groups_over(self._parameters.meshes, self._settings.timeout), self._request.exchange
         if not mesh:
-            own = sum_of_squares(self._tensors, home)
-            return own, own
+            own = norm_of(self._tensors, home)
+            if exchange is None:
+                return own, own
+            # The CPU computes the same norm of all ranks' parts on every rank.
+            norms = exchange.numbers(bits_of_float32(own.item()), torch.zeros((), device=home))
+            return torch.full_like(own, math.hypot(*map(float32_from_bits, norms))), own
         counted = [
             kernel_view(one.grad)
             for one in self._parameters.listed.unique
             if one.grad is not None and _is_counted_here(one.grad)
         ]
-        own = sum_of_squares(group_tensors(counted), home).double()
-        return mesh[0].sum(own), own
+        own = norm_of(group_tensors(counted), home).double()
+        return mesh[0].sum(own.square()).sqrt(), own
 
     def _require_whole(self) -> None:
         """Raise InvalidValueError for gradients that are sums still to be made, before anything is modified."""
@@ -197,18 +275,11 @@ class TensorGradients:
             raise InvalidValueError(msg)
 
 
-def require_norm(optimizer: Optimizer, *, is_alone: bool) -> tuple[DeviceMesh, ...]:
-    """Return the mesh over the parameters' ranks; InvalidValueError without one such, on every rank alike."""
-    parameters = _listed(optimizer).unique
-    name, meshes = type(optimizer).__name__, meshes_of(parameters)
-    if not is_alone and not meshes:
-        msg = (
-            f"unscale_(max_norm=) over a group needs DTensor gradients, whose norm over ranks is defined; those of "
-            f"{name} are plain tensors. Call unscale_(optimizer), and then model.clip_grad_norm_(max_norm) for "
-            f"FSDP1, or torch.nn.utils.clip_grad_norm_ where every rank holds the same gradients"
-        )
-        raise InvalidValueError(msg)
-    is_mixed = meshes and not all(hasattr(one, "device_mesh") for one in parameters)
+def require_norm(optimizer: Optimizer, listed: Listed) -> tuple[DeviceMesh, ...]:
+    """Return the mesh of DTensor parameters, or none; InvalidValueError for several norms, on every rank alike."""
+    parameters = _parameters_of(optimizer, listed)
+    name, meshes = type(optimizer).__name__, parameters.meshes
+    is_mixed = meshes and not all(hasattr(one, "device_mesh") for one in parameters.listed.unique)
     if is_mixed or len(meshes) > 1:
         what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {meshes}"
         msg = (
@@ -225,7 +296,11 @@ def _listed(optimizer: Optimizer) -> gradients.ListedParameters:
     return gradients.ListedParameters(listed for _, listed in gradients.parameter_lists(optimizer))
 
 
-def _parameters_of(optimizer: Optimizer) -> Parameters:
+def _parameters_of(optimizer: Optimizer, kept: Listed) -> Parameters:
+    """Return an optimizer's parameters, those that are kept if they are the same."""
+    known: Parameters | None = kept.get(id(optimizer))
+    if known is not None and known.listed.are_those_of(optimizer):
+        return known
     listed = _listed(optimizer)
     for parameter in listed.unique:
         if not isinstance(parameter, Tensor):
@@ -240,7 +315,9 @@ def _parameters_of(optimizer: Optimizer) -> Parameters:
             local = local_tensor(gradient)
             if aliasing.overlaps_itself(local.shape, local.stride()):
                 raise overlap(index, local)
-    return Parameters(listed, meshes_of(listed.unique))
+    parameters = Parameters(listed, meshes_of(listed.unique))
+    kept.put(optimizer, parameters)
+    return parameters
 
 
 def meshes_of(parameters: Iterable[object]) -> tuple[DeviceMesh, ...]:
@@ -387,15 +464,11 @@ def group_tensors(tensors: Sequence[Tensor]) -> Groups:
     return {key: lists[0] for key, (lists, _) in grouped.items()}  # type: ignore[misc]
 
 
-def inverse_of(scale: Tensor) -> Tensor:
-    """Return the reciprocal of a 0-d float32 scale, rounded once; in float64 if the device has it. No host read."""
-    if scale.device.type not in ("cpu", "mps"):
-        try:
-            return scale.double().reciprocal().float()
-        except (RuntimeError, TypeError):
-            pass
-    # Where IEEE division is rounded once, too, or there is no float64.
-    return scale.reciprocal()
+def inverse_of(divisor: Tensor) -> Tensor:
+    """Return the reciprocal of a 0-d tensor, rounded once to float32. No host read."""
+    if divisor.device.type in _INEXACT:
+        divisor = divisor.double()
+    return divisor.reciprocal().float()
 
 
 @functools.lru_cache(maxsize=64)
@@ -416,11 +489,8 @@ def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, again: boo
             _apply(device, _largest(tensors) if is_read else tensors, flags)
 
 
-def flag_nonfinite(groups: Groups, flags: Flags, one: Tensor | None = None) -> None:
+def flag_nonfinite(groups: Groups, flags: Flags) -> None:
     """Set the flags of devices with a tensor that is not finite; the tensors keep their values."""
-    if one is not None and groups and not one.is_cpu:
-        # The scale that is taken for 1, to which others can write.
-        flags[one.device] = (one != 1.0).float()
     for (device, _), tensors in groups.items():
         _apply(device, tensors, flags)
 
@@ -441,7 +511,9 @@ def flag_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
     """Return the largest magnitude in each tensor, NaN if one is, as one 1-d tensor; none if all tensors are empty."""
     filled = [tensor for tensor in tensors if tensor.numel() > 0]
-    return [torch.stack(torch._foreach_norm(filled, math.inf))] if filled else []
+    # The maximum is exact in any dtype that holds it.
+    wide = None if filled and filled[0].itemsize > 4 else torch.float32
+    return [torch.stack(torch._foreach_norm(filled, math.inf, dtype=wide))] if filled else []
 
 
 def _apply(
@@ -451,9 +523,7 @@ def _apply(
 
     Return whether the products were judged; a kernel judges what it multiplies.
     """
-    by = factor
-    if by is None:
-        by = _ONE if device == CPU else torch.ones((), dtype=torch.float32, device=device)
+    by = constant(1.0, device) if factor is None else factor
     flag = flags.get(device)
     if flag is None:
         flag = flags[device] = torch.zeros_like(by)
@@ -463,20 +533,42 @@ def _apply(
         _multiply(tensors, factor)
     if not flagged:
         for largest in _largest(_computable(tensors)):
-            is_finite = (largest <= torch.finfo(largest.dtype).max).all()
-            flag.masked_fill_(torch.logical_not(is_finite), 1.0)
+            # Of float64, which float32 need not hold, 0 or NaN.
+            narrow = (largest - largest).float() if largest.dtype is torch.float64 else largest
+            if not _apply_by_kernel([narrow], flag, constant(1.0, device)):
+                flag.masked_fill_(torch.logical_not((narrow < math.inf).all()), 1.0)
     return not flagged
+
+
+def constant(value: float, device: torch.device) -> Tensor:
+    """Return 0 or 1 as a 0-d float32 on a device, not to be written; what a captured graph makes is its own."""
+    return _kept(value, device) if device == CPU or not is_capturing(device) else _made(value, device)
+
+
+def _made(value: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=torch.float32, device=device)
+
+
+_kept = functools.lru_cache(maxsize=64)(_made)
+
+
+# Types of devices and dtypes for which torch's kernel is not there.
+_refused: set[tuple[str, torch.dtype] | None] = set()
 
 
 def _apply_by_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> bool:
     """Multiply tensors and set a flag by torch's kernel; False if it has none for them on this device."""
-    if tensors and tensors[0].dtype is torch.float64 and not tensors[0].is_cpu:
-        # A device's kernel takes what float32 cannot hold for infinite.
+    kind = (flag.device.type, tensors[0].dtype) if tensors else None
+    # A device's kernel takes what float32 cannot hold for infinite.
+    if kind in _refused or (kind is not None and kind[1] is torch.float64 and kind[0] != "cpu"):
         return False
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) or "not implemented for" in str(error):
+            # To be refused again costs as much as to multiply.
+            _refused.add(kind)
             return False
         for index, tensor in enumerate(tensors):
             if torch._debug_has_internal_overlap(tensor) == 1:
@@ -489,7 +581,7 @@ def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one dtype by a 0-d factor of their device, in float32 or wider, and round once."""
     wide = _computable(tensors)
     by = factor.to(torch.float32 if wide[0].itemsize == 2 else wide[0].dtype)
-    if wide[0].itemsize > 2 or wide[0].is_cpu:
+    if wide[0].itemsize > 2 or by.is_cpu:
         torch._foreach_mul_(wide, by)
     else:
         # A device first rounds a factor without dimensions to the dtype of what has some, and calls a kernel for each
@@ -530,28 +622,38 @@ def count_nonfinite(flags: Flags, groups: Groups) -> int | None:
     return max(1, sum(not torch.isfinite(one).all().item() for one in every))
 
 
-def sum_of_squares(groups: Groups, home: torch.device) -> Tensor:
-    """Return the square of the 2-norm of all tensors together, 0-d, float32 or, where that could overflow, float64."""
-    parts = [_sum_of_one_device(device, tensors) for (device, _), tensors in groups.items()]
-    if not parts:
-        return torch.zeros((), dtype=torch.float32, device=home)
-    return functools.reduce(torch.add, [moved(part, home, dtype=_widest(home)) for part in parts])
+def norm_of(groups: Groups, home: torch.device) -> Tensor:
+    """Return the 2-norm of all tensors together, 0-d, in float64 where there is that."""
+    norms = [moved(_norm_of_one_kind(device, one), home, dtype=_widest(home)) for (device, _), one in groups.items()]
+    if len(norms) == 1:
+        return norms[0]
+    zero = torch.zeros((), dtype=_widest(home), device=home)
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else zero
+
+
+def _norm_of_one_kind(device: torch.device, tensors: list[Tensor]) -> Tensor:
+    if device == CPU:
+        return torch.tensor(norm_on_cpu({(CPU, tensors[0].dtype): tensors}), dtype=torch.float64, device=CPU)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=_widest(device))))
+    return norm
 
 
 def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _sum_of_one_device(device: torch.device, tensors: list[Tensor]) -> Tensor:
-    if device.type == "cpu":
+def norm_on_cpu(groups: Groups) -> float:
+    """Return the 2-norm of all tensors together, where all are the CPU's."""
+    total = 0.0
+    for tensors in groups.values():
         small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
-        joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]
-        joined += [tensor for tensor in tensors if tensor.numel() > _SMALL]
-        total = functools.reduce(torch.add, [_square(tensor).double() for tensor in joined])
-        # Float32 overflows at norms above 1.8e19, and has no numbers for some squares at scales below 1.
-        if _SMALLEST_SQUARE < total.item() < math.inf:
-            return total
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=_widest(device))).square().sum()
+        joined = [_flatten_dense_tensors(small)] if len(small) > 1 else small  # type: ignore[no-untyped-call]
+        total += sum(_square(tensor).item() for tensor in (*joined, *(one for one in tensors if one.numel() > _SMALL)))
+    # Float32 overflows at norms above 1.8e19, and has no numbers for some squares at scales below 1.
+    if _SMALLEST_SQUARE < total < math.inf or math.isnan(total):
+        return math.sqrt(total)
+    norms = [torch._foreach_norm(tensors, 2, dtype=torch.float64) for tensors in groups.values()]
+    return math.hypot(*(norm.item() for one in norms for norm in one))
 
 
 def _square(tensor: Tensor) -> Tensor:

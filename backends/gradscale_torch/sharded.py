@@ -33,7 +33,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
         Instead of ``process_group``: data, tensor, pipeline and expert groups together.
     allow_fp16_grads : bool, default True
         Whether gradients may be float16; torch's ShardedGradScaler takes them.
-    timeout, policy, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after
+    timeout, policy, on_skip, on_update, diagnose, history_size, max_norm, norm_over, skip, warn_after, give_up_after
         As in :class:`GradScaler`.
 
     Notes

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from gradscale.core.gradients import Request
 from gradscale.errors import warn_caller
 from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.iteration import Stage
@@ -68,7 +67,7 @@ def _fused_step(step: Step) -> Iterator[None]:
     optimizer: Any = step.optimizer
     iteration, turn = step.iteration, step.turn
     if turn.stage is Stage.READY:
-        iteration.unscale(turn, optimizer, Request(divides=False))
+        iteration.unscale(turn, optimizer, divides=False)
     if turn.pending is None:
         # They could not be unscaled before.
         iteration.verdict(turn)
@@ -92,8 +91,9 @@ def _fused_step(step: Step) -> Iterator[None]:
     flag, scale = flag_of(pending, home), getattr(optimizer, "grad_scale", None)
     home = _home_of_flags(optimizer, home)
     if found.is_scaled:
-        scale = moved(state.scale.clone() if scale is None else state.scale * scale, home)
-    # Copies, which the optimizer may change.
+        # A copy, which the optimizer may change.
+        divisor = state.scale.clone() if found.divisor is None else found.divisor
+        scale = moved(divisor if scale is None else divisor * scale, home)
     with _fused_attributes(optimizer, scale, moved(flag, home).clone()):
         try:
             yield

@@ -225,13 +225,19 @@ def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
     return norm, factor, as_0d_array(xp, xp.astype(overflows, xp.int32))
 
 
+def clip_numbers(norm: float, max_norm: float, scale: float = 1.0) -> tuple[float, float, bool]:
+    """Return the answer of ``clip_factor`` as numbers, for the norm of gradients that are to be divided by a scale."""
+    unscaled = norm / scale
+    rounded = validation.round_to_float32(unscaled)
+    is_finite = math.isfinite(rounded)
+    factor = (min(1.0, max_norm / (unscaled + _EPSILON)) if is_finite else 1.0) / scale
+    return rounded, factor, not is_finite or 0.0 < factor < validation.SMALLEST_NORMAL
+
+
 def clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> tuple[Array, Array, Array]:
     """Return the answer of ``clip_factor`` for a norm that is a float, so that all ranks clip alike."""
     xp = array_namespace(like)
-    rounded = validation.round_to_float32(norm)
-    wanted = max_norm / (norm + _EPSILON) if math.isfinite(rounded) else 1.0
-    overflows = not math.isfinite(rounded) or 0.0 < wanted < validation.SMALLEST_NORMAL
-    factor = validation.round_to_float32(min(wanted, 1.0))
+    rounded, factor, overflows = clip_numbers(norm, max_norm)
     return xp.full_like(like, rounded), xp.full_like(like, factor), xp.full_like(flag, 1 if overflows else 0)
 
 
@@ -283,9 +289,13 @@ def has_float64(xp: Namespace, where: object) -> bool:
 
 def fingerprint(state: ScaleState, bits: Array | None = None) -> Array:
     """Return a state as a 1-d int32 array: the IEEE bits of the scale, which adapters may give, then each tracker."""
+    return array_namespace(state.scale).stack(state_fields(state, bits))
+
+
+def state_fields(state: ScaleState, bits: Array | None) -> list[Array]:
+    """Return the fields of a :func:`fingerprint`, 0-d."""
     xp = array_namespace(state.scale)
-    fields = [float32_bits(state.scale) if bits is None else bits, *state[1:]]
-    return xp.stack([as_0d_array(xp, field) for field in fields])
+    return [as_0d_array(xp, x) for x in (float32_bits(state.scale) if bits is None else bits, *state[1:])]
 
 
 def float32_bits(x: Array) -> Array:

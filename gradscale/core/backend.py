@@ -214,8 +214,18 @@ class Backend:
         made = [x if n is None else xp.asarray(n, dtype=x.dtype, **on(self.placement(x))) for x, n in fields]
         return ScaleState(*made)
 
-    def adapt(self, policy: Policy, state: ScaleState, nonfinite: Array | int, held: Array | None) -> ScaleState:
-        """Return the state after a step, perhaps in the same arrays; the old one if ``held``, 0-d, is true. No read."""
+    def adapt(
+        self,
+        policy: Policy,
+        state: ScaleState,
+        nonfinite: Array | int,
+        held: Array | None,
+        least: float = 0.0,  # noqa: ARG002
+    ) -> ScaleState:
+        """Return the state after a step, perhaps in the same arrays; the old one if ``held``, 0-d, is true. No read.
+
+        Backoffs alone lower the scale no further than to ``least``, as far as the host knows.
+        """
         xp = array_namespace(state.scale)
         if isinstance(nonfinite, int):
             nonfinite = xp.asarray(nonfinite, dtype=xp.int32, **on(self.placement(state.scale)))
@@ -257,9 +267,9 @@ class Backend:
         """Return the groups that an optimizer's parameters themselves are spread over."""
         return ()
 
-    def norm_groups(self, optimizer: Optimizer, *, is_alone: bool) -> Sequence[Collectives] | None:  # noqa: ARG002
-        """Return the groups over which an optimizer's norm is taken; None if the user has to say so."""
-        return None
+    def norm_groups(self, optimizer: Optimizer, listed: Listed) -> Sequence[Collectives]:  # noqa: ARG002
+        """Return the groups that an optimizer's gradients themselves say their norm is taken over."""
+        return ()
 
     def values_of(self, x: Array) -> Array | None:
         """Return the array that holds an array's values on this rank; None if it has none."""

@@ -77,6 +77,22 @@ class Request(NamedTuple):
     divides: bool = True
     """Whether gradients are divided; if not, the optimizer unscales them by itself if they ``are_scaled``."""
     are_scaled: bool = True
+    is_read: bool = False
+    """Whether the host reads the verdict at once, so that gradients may be divided and clipped by numbers then."""
+
+
+class DeferredClip(Protocol):
+    """Gradients that are divided and clipped once it is known that the step is made."""
+
+    @property
+    def words(self) -> Array:
+        """What the host reads, with the verdict: 1-d int32."""
+
+    def judge(self, words: Sequence[int], scale: float) -> tuple[int, float]:
+        """Return how many are not finite, or 1 for any number, and the unscaled norm; nothing is modified."""
+
+    def finish(self) -> None:
+        """Divide and clip them, after ``judge``."""
 
 
 class Found(NamedTuple):
@@ -84,8 +100,8 @@ class Found(NamedTuple):
 
     nonfinite: Array | int
     """How many are not finite; a 0-d array if the host would have to wait, which may say 1 for any number."""
-    norm: Array | None = None
-    """Their norm before clipping, 0-d float32."""
+    norm: Array | float | None = None
+    """Their norm before clipping, 0-d float32; a number if the host has it."""
     has_gradients: bool = True
     """Whether there is any."""
     is_scaled: bool = False
@@ -94,6 +110,10 @@ class Found(NamedTuple):
     """By device whether any is not finite, for frameworks that look at it."""
     scale: float | None = None
     """The scale that they were divided by; None if the host would have to wait."""
+    divisor: Array | None = None
+    """By what the optimizer has to divide scaled ones so that it clips them, too; None for the scale."""
+    deferred: DeferredClip | None = None
+    """What is left to do if the step is made; without a norm the host judges them first, by what it reads."""
 
 
 class Collected(Protocol):

@@ -278,10 +278,17 @@ class Agreement:
 
     # Messages.
 
-    def send(self, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None = None) -> Ballot:
+    def send(
+        self,
+        groups: Sequence[Collectives],
+        sent: Array,
+        number: int,
+        claim: Claim | None = None,
+        values: list[int] | None = None,
+    ) -> Ballot:
         """Start a message over groups in turn; over new ones wait until the ranks have compared their versions.
 
-        ``sent`` has the hash of ``claim`` over the first group; without groups it is the answer.
+        ``sent`` has the hash of ``claim`` over the first group. ``values``: the same as numbers, if the host has them.
         """
         try:
             for one in groups:
@@ -289,7 +296,7 @@ class Agreement:
                 if id(group) not in _greeted and id(group) not in self._greeted:
                     self._greet(one, sent, number)
                     (_greeted if _is_weak(group) else self._greeted).put(group, True)
-            return Ballot(self, groups, sent, number, claim)
+            return Ballot(self, groups, sent, number, claim, values)
         except BaseException as error:
             self.lose(error, number)
             raise
@@ -324,9 +331,16 @@ class Ballot:
     """One message over the groups of a list in turn, from its start until the CPU has the answer."""
 
     def __init__(
-        self, agreement: Agreement, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None
+        self,
+        agreement: Agreement,
+        groups: Sequence[Collectives],
+        sent: Array,
+        number: int,
+        claim: Claim | None,
+        values: list[int] | None,
     ) -> None:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
+        self._values = values
         self._claims = [] if claim is None else [claim]
         self._hashes: list[tuple[int, ...]] = []
         if self._claims and len(groups) > 1:
@@ -337,8 +351,7 @@ class Ballot:
         # By the group, as far as they have come: what finishes the message, and the answer.
         self._begun: list[Callable[[], Array]] = []
         self._answers: list[Array] = []
-        if groups:
-            self._begun.append(groups[0].start_max(sent))
+        self._begun.append(groups[0].start_max(sent))
 
     def agreed(self, *, is_read: bool = False) -> Array:
         """Finish the message and return the MAX over all ranks; for a read, wait while the CPU can give up."""
@@ -355,21 +368,21 @@ class Ballot:
                         self._agreement.lose(error, self._number)
                         raise
                 answers.append(self._begun[-1]())
-            agreed = answers[-1] if answers else self.sent
             if is_read:
                 for finish in self._begun:
                     _wait_for_ranks(finish)
         except (BackendError, CollectiveTimeoutError) as error:
             self._agreement.lose(error, self._number)
             raise
-        return agreed
+        return answers[-1]
 
     def read(self, backend: Backend) -> tuple[list[int], list[int]]:
         """Return the answer and this rank's own message: one host read."""
-        agreed, sent = self.agreed(is_read=True), self.sent
-        both = agreed if agreed is sent else array_namespace(agreed).concat([agreed, sent])
-        values = backend.read(both)
-        return values[: claims.LENGTH], values[claims.LENGTH :] or values
+        agreed = self.agreed(is_read=True)
+        if self._values is not None:
+            return backend.read(agreed), self._values
+        values = backend.read(array_namespace(agreed).concat([agreed, self.sent]))
+        return values[: claims.LENGTH], values[claims.LENGTH :]
 
     def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, *, is_late: bool = False) -> Verdict:
         """Return the verdict from an answer that was read; ScaleDesyncError if the ranks differ.

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 
 from array_api_compat import array_namespace
 
+from gradscale.core.arithmetic import state_fields
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import norm_bits
 from gradscale.core.protocols import Array, Numbers, Policy, ScaleState
@@ -66,6 +67,9 @@ _CLOSE = 2**13
 
 # Numbers that hardly another message holds in this place, and its negative in the other; MAX keeps _TELLING.
 _USUAL, _CARRYING, _TELLING = 0x47534D30, 0x47534D31, 0x47534D32
+
+# Of a float32.
+_BITS_OF_ONE = 0x3F800000
 
 _RANK_BITS = 20
 _LAST_RANK = (1 << _RANK_BITS) - 1
@@ -189,6 +193,8 @@ class Verdict(NamedTuple):
     """Whether the gradients are zeros that nobody has scaled, as in the step of a host that loads an optimizer."""
     is_unscaled: bool = False
     """Whether no rank has scaled a loss in this iteration, and gradients are divided all the same."""
+    norm: float | None = None
+    """The norm of this rank's gradients before they were clipped, if they were."""
 
 
 class Flags(NamedTuple):
@@ -212,7 +218,7 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
         reason = Reason.NO_GRADIENTS
     if nonfinite and reason not in (Reason.OVERFLOW, Reason.FAILED):
         reason, by = Reason.OVERFLOW, None
-    if not scaled and presence == Presence.SOME and reason in (Reason.STEPPED, Reason.OVERFLOW):
+    if not scaled and presence == Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by = Reason.NOT_SCALED, None
     is_idle = not scaled and presence == Presence.ZEROS
     is_unscaled = scaled == 1 and bool(presence)
@@ -256,6 +262,26 @@ def of_arrays(
             parts.append(xp.reshape(x if x.dtype == xp.int32 else xp.astype(x, xp.int32), (-1,)))
     start = xp.concat(parts)
     return xp.concat([start, -start[_FLAGS:]])
+
+
+def pack_alone(backend: Backend, state: ScaleState, flags: Flags, words: Sequence[Array]) -> Array:
+    """Return what the host reads if it decides alone, 1-d int32: the flags that it does not know, the state, words."""
+    xp = array_namespace(state.scale)
+    fields = state_fields(state, backend.bits(state.scale))
+    for flag in reversed([x for x in flags if not isinstance(x, int)]):
+        # To cast may be a launch, and the bits of a float say as much.
+        bits = backend.bits(flag) if flag.dtype == xp.float32 else flag
+        fields.insert(0, xp.astype(flag, xp.int32) if bits is None or bits.dtype != xp.int32 else bits)
+    return xp.concat([xp.reshape(x, (-1,)) for x in (*fields, *words)])
+
+
+def unpack_alone(flags: Flags, values: Sequence[int]) -> tuple[Flags, Sequence[int], Sequence[int]]:
+    """Return the flags, the state as it travels, and the words, from what :func:`pack_alone` has given."""
+    unknown = iter(values)
+    known = Flags(*(x if isinstance(x, int) else next(unknown) for x in flags))
+    rest = [*unknown]
+    is_float = known.nonfinite == _BITS_OF_ONE
+    return known._replace(nonfinite=1) if is_float else known, rest[: _HASH - _SCALE], rest[_HASH - _SCALE :]
 
 
 def carrying(words: Sequence[int], values: Sequence[int], stage: int = _CARRYING) -> list[int]:
@@ -314,6 +340,11 @@ def state_bits(values: Sequence[int]) -> Sequence[int]:
 def state_of(values: Sequence[int]) -> Numbers:
     """Return the state of a message as Python numbers."""
     return Numbers(*_STATE.unpack(_BITS.pack(*state_bits(values))))
+
+
+def norm_of(values: Sequence[int]) -> float:
+    """Return the norm of a message."""
+    return float32_from_bits(values[_NORM])
 
 
 def carried(values: Sequence[int]) -> list[int]:

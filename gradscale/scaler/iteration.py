@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,10 +15,11 @@ from array_api_compat import is_array_api_obj
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import Listed, Request, named_gradients, no_optimizer
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.errors import CallOrderError, GradscaleError, ScaleUnderflowError, shown
+from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
-from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement
+from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
 from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict
+from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.guard import Guard, Losses, Observation
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
@@ -40,7 +42,7 @@ _INCOMPLETE = (
 _at_min_scale = operator.attrgetter("at_min_scale")
 
 UNSCALING = Request()
-"""No more than to unscale."""
+"""Divide and judge; do not clip."""
 
 
 class Parts(NamedTuple):
@@ -57,6 +59,8 @@ class Parts(NamedTuple):
     """Counts steps."""
     guard: Guard | None = None
     """Judges losses and norms; None if nothing does."""
+    clipping: Clipping = Clipping()
+    """How ``unscale_`` and ``step`` clip by default."""
 
 
 class Stage(enum.Enum):
@@ -126,7 +130,7 @@ class Iteration:
 
     def __init__(self, number: int, parts: Parts, steps_before: int = 0) -> None:
         self.number, self.parts, self.steps_before = number, parts, steps_before
-        self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard = parts
+        self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard, _ = parts
         self.steps: list[StepReport] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
@@ -308,11 +312,18 @@ class Iteration:
                 self.tally.note(step.report())
 
     def unscale(
-        self, turn: Turn, optimizer: Optimizer, request: Request = UNSCALING, *, is_look: bool = False
-    ) -> Array | None:
+        self,
+        turn: Turn,
+        optimizer: Optimizer,
+        request: Request | None = None,
+        *,
+        divides: bool = True,
+        is_look: bool = False,
+    ) -> Array | float | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
 
-        ``is_look``: a framework judges them outside of ``unscale_`` and ``step``, which come later.
+        Without a request it is the step that unscales, or has the optimizer do so if not ``divides``. ``is_look``: a
+        framework judges them outside of ``unscale_`` and ``step``, which come later.
         """
         if turn.by_closure and not self.is_inside_closure:
             self.wrong_order(
@@ -322,6 +333,10 @@ class Iteration:
         live, agreement = self.live, self.agreement
         groups = () if agreement.is_alone else agreement.usable_groups()
         try:
+            if request is None:
+                clipping = self.parts.clipping
+                request = UNSCALING if clipping.max_norm is None else self.request(optimizer, clipping)
+                request = request._replace(divides=divides, is_read=divides and not groups)
             gradients = live.hooks.collect(optimizer, self._listed, request)
         except Exception:
             self._tell_of_failure(optimizer)
@@ -476,6 +491,23 @@ class Iteration:
             self.mistakes.tell_of_no_scale(self.number, "all ranks")
         return verdict
 
+    def request(self, optimizer: Optimizer, clipping: Clipping) -> Request:
+        """Return what clipping asks for; InvalidValueError for gradients without a norm, before any is modified."""
+        agreement, live = self.agreement, self.live
+        groups = live.hooks.norm_groups(optimizer, self._listed)
+        if not groups and clipping.norm_over == "group":
+            groups = agreement.usable_groups()
+        if not groups:
+            return Request(clipping.max_norm)
+        if len(groups) > 1:
+            msg = (
+                f'norm_over="group" needs one group, got {len(groups)}, of which it is not known which hold parts: '
+                f"call unscale_(optimizer), and clip the gradients by a norm of your own"
+            )
+            raise InvalidValueError(msg)
+        claim = functools.partial(self.next_claim, groups, optimizer, clipping.max_norm, Call.NORM)
+        return Request(clipping.max_norm, Exchange(agreement, live, groups[0], claim))
+
     def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
@@ -483,6 +515,14 @@ class Iteration:
         if turn.refused:
             self.forbid_untold_refusal(turn, optimizer)
         verdict = self.verdict(turn)
+        pending = turn.pending
+        if pending is not None and pending.found.deferred is not None:
+            # Until it is done, gradients may be divided in part.
+            turn.pending = None
+            if not verdict.reason:
+                pending.found.deferred.finish()
+            is_scaled = pending.found.is_scaled and verdict.reason > 0
+            pending.found, turn.pending = pending.found._replace(is_scaled=is_scaled, deferred=None), pending
         if verdict.reason is Reason.NO_GRADIENTS:
             # The optimizer can begin its turn again.
             turn.stage, turn.pending = Stage.READY, None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from gradscale.core import validation
+from gradscale.core.arithmetic import NormOver
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Policy
 from gradscale.core.registry import A_GROUP
@@ -31,6 +32,8 @@ class Guarding(TypedDict, total=False):
     on_update: OnUpdate | None
     diagnose: Diagnose | None
     history_size: int
+    max_norm: float | None
+    norm_over: NormOver | None
     skip: SkipSpikes | None
     warn_after: int | None
     give_up_after: int | None

@@ -46,6 +46,9 @@ class StepReport(NamedTuple):
         Which parameters overflowed on which rank, for a skipped step of a scaler with ``diagnose="on_overflow"``.
     by : int or None
         The lowest rank with this reason, for a skipped step; None for an overflow that ranks have counted on devices.
+    norm : float or None
+        The 2-norm of this rank's gradients before they were clipped, if ``max_norm`` was given, or with
+        ``norm_over="group"`` of all ranks'; inf if it is not finite. Of a closure, that of its last evaluation.
 
     Examples
     --------
@@ -65,6 +68,7 @@ class StepReport(NamedTuple):
     local_nonfinite: int = 0
     overflow: OverflowReport | None = None
     by: int | None = None
+    norm: float | None = None
 
 
 class UpdateReport(NamedTuple):
@@ -238,10 +242,11 @@ def step_report(
     verdict: Verdict, iteration: int, retries: int = 0, overflow: OverflowReport | None = None
 ) -> StepReport:
     """Return the report of a step that was made or skipped, by its verdict."""
-    why, by, nonfinite, local_nonfinite, _, scale, *_ = verdict
+    why, by, nonfinite, local_nonfinite, _, scale, *_, norm = verdict
     if not why:
-        return StepReport(False, scale, 0, "stepped", iteration, retries)
-    return StepReport(True, scale, nonfinite, REASONS[why].name, iteration, retries, local_nonfinite, overflow, by)
+        return StepReport(False, scale, 0, "stepped", iteration, retries, norm=norm)
+    name = REASONS[why].name
+    return StepReport(True, scale, nonfinite, name, iteration, retries, local_nonfinite, overflow, by, norm)
 
 
 def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, rank: int) -> None:

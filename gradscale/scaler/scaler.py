@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, Unpack, overload
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import NormOver, checked_norm
+from gradscale.core.arithmetic import NormOver
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
@@ -26,8 +26,8 @@ from gradscale.errors import (
 )
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
-from gradscale.scaler.agreement import Agreement, Exchange
-from gradscale.scaler.claim import Call
+from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.clipping import Clipping, checked_clipping
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.iteration import UNSCALING, Iteration, Parts, Stage
@@ -36,7 +36,7 @@ from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, pol
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, Tally, callbacks_of, step_report, tell
 from gradscale.scaler.state import LiveState, checked_scale
-from gradscale.scaler.stepper import Step
+from gradscale.scaler.stepper import Step, find_closure, replace_closure
 
 _Outputs = TypeVar("_Outputs")
 
@@ -55,8 +55,9 @@ def parts_of(
     live, reports, guard = LiveState(policy_of(options), backend), Reports(options), guard_for(options.get("skip"))
     # Ranks act on these at the same time, so that they must have them in common.
     common = {name: options.get(name) for name in ("diagnose", "skip", "give_up_after")}
-    agreement = Agreement(groups, common, own_rank)
-    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard)
+    clipping = checked_clipping(options.get("max_norm"), options.get("norm_over"))
+    agreement = Agreement(groups, {**common, **clipping._asdict()}, own_rank)
+    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard, clipping)
 
 
 def _forbid_call(call: str) -> NoReturn:
@@ -92,6 +93,12 @@ class GradScaler:
         From the third in a row on the weights and the state of an optimizer of torch's kind are searched, too.
     history_size : int, default 1024
         How many StepReports ``history`` keeps.
+    max_norm : float, optional
+        Clip each optimizer's gradients to this global 2-norm in ``step``, as torch's ``clip_grad_norm_`` does, or in
+        ``unscale_`` if that is called. ``last_step(optimizer).norm`` is the norm before. A norm that is not finite is
+        an overflow. A disabled scaler clips, too.
+    norm_over : {"rank", "group"}, optional
+        With ``max_norm`` over a group, as in ``unscale_``.
     skip : SkipSpikes, optional
         Skip the steps whose loss or norm it calls a spike, too. The scale stays as it is.
     warn_after : int or None, default 50
@@ -207,10 +214,12 @@ class GradScaler:
             Whose gradients to divide.
         max_norm : float, optional
             Clip them to this global 2-norm, as torch's ``clip_grad_norm_`` does; also when disabled. A norm that is
-            not finite is an overflow. InvalidValueError if it is negative, or over a group without ``norm_over``.
+            not finite is an overflow. InvalidValueError if it is negative. Default: the scaler's own; a disabled one
+            leaves that to ``step``.
         norm_over : {"rank", "group"}, optional
             Over a group: the norm of this rank's gradients, which all ranks hold, so that ``step`` raises
-            ScaleDesyncError if their norms differ by more than a thousandth; or of the parts of all ranks.
+            ScaleDesyncError if their norms differ by more than a thousandth; or of the parts of all ranks. Default:
+            "rank", but DTensors have the norm of their mesh.
 
         Returns
         -------
@@ -232,15 +241,16 @@ class GradScaler:
             Once, when nothing was scaled in this iteration; ``step``, too, and over a group it alone: if no rank has.
         """
         if not self._enabled:
-            return self._clip_unscaled(optimizer, self._checked_request(optimizer, max_norm, norm_over))
+            return self._clip_unscaled(optimizer, checked_clipping(max_norm, norm_over))
         is_inside = self._iteration.is_inside_closure
         if self._busy.locked() and not is_inside:
             _forbid_call("unscale_()")
         with contextlib.nullcontext() if is_inside else self._busy:
-            is_plain = max_norm is None and norm_over is None
-            request = UNSCALING if is_plain else self._checked_request(optimizer, max_norm, norm_over)
             # Another thread's update may have begun it while this one waited for the lock.
-            iteration = self._iteration
+            iteration, clipping = self._iteration, self._parts.clipping
+            if max_norm is not None or norm_over is not None:
+                clipping = checked_clipping(max_norm, norm_over)
+            request = UNSCALING if clipping.max_norm is None else iteration.request(optimizer, clipping)
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
 
     def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
@@ -281,6 +291,8 @@ class GradScaler:
         if not self._enabled:
             report = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
             self._parts.reports.record(optimizer, report)
+            if self._parts.clipping.max_norm is not None:
+                args, kwargs = self._clipped_step(optimizer, args, kwargs)
             return optimizer.step(*args, **kwargs)
         if self._busy.locked():
             _forbid_call("step()")
@@ -658,57 +670,42 @@ class GradScaler:
         live.current(like)
         return live.home
 
-    def _clip_unscaled(self, optimizer: Optimizer, request: Request) -> Array | None:
+    def _clip_unscaled(self, optimizer: Optimizer, clipping: Clipping) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None without any."""
-        if request.max_norm is None:
+        if clipping.max_norm is None:
             return None
-        live = self._parts.live
-
-        def one(like: Array) -> tuple[LiveState, ScaleState]:
-            unscaled = LiveState(_ONE, live.backend_for(like))
-            return unscaled, unscaled.current(like)
-
-        return live.hooks.collect(optimizer, self._parts.listed, request).clip(one)
-
-    def _checked_request(self, optimizer: Optimizer, max_norm: object, norm_over: object) -> Request:
-        """Return the request that the arguments of ``unscale_`` make, checked before anything is modified."""
-        if norm_over is not None and not (isinstance(norm_over, str) and norm_over in ("rank", "group")):
-            msg = f'norm_over must be "rank" or "group", got {shown(norm_over)}'
-            raise InvalidValueError(msg)
-        if max_norm is None:
-            if norm_over is not None:
-                msg = f"norm_over={norm_over!r} says over what the norm is taken for max_norm=, got no max_norm"
-                raise InvalidValueError(msg)
-            return UNSCALING
-        largest = checked_norm(max_norm)
-        if not self._enabled and norm_over == "group":
+        if clipping.norm_over == "group":
             msg = (
                 'a disabled scaler talks to no group, got norm_over="group": use an enabled one, such as '
                 "gradscale.StepGuard(group=...), which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
-        agreement = self._parts.agreement
-        is_alone = agreement.is_alone and not self._has_group
-        over = self._parts.live.hooks.norm_groups(optimizer, is_alone=is_alone)
-        groups = agreement.usable_groups() if over is None else over
-        if norm_over == "rank" or (is_alone and not groups):
-            return Request(largest, are_scaled=self._enabled)
-        if over is None and norm_over is None:
-            msg = (
-                'max_norm= over a group needs norm_over=, since gradients may be parts or copies: "group" where each '
-                'rank holds a part of the gradients, "rank" where each holds all of them, the same ones'
-            )
-            raise InvalidValueError(msg)
-        if not self._enabled:
-            return Request(largest, are_scaled=False)
-        if len(groups) > 1:
-            msg = (
-                f'norm_over="group" needs one group, got {len(groups)}, of which it is not known which hold parts: '
-                f"call unscale_(optimizer), and clip the gradients by a norm of your own"
-            )
-            raise InvalidValueError(msg)
-        claim = functools.partial(self._iteration.next_claim, groups, optimizer, largest, Call.NORM)
-        return Request(largest, Exchange(agreement, self._parts.live, groups[0], claim))
+        live, listed = self._parts.live, self._parts.listed
+
+        def one(like: Array) -> tuple[LiveState, ScaleState]:
+            unscaled = LiveState(_ONE, live.backend_for(like))
+            return unscaled, unscaled.current(like)
+
+        # It refuses gradients that have no norm.
+        live.hooks.norm_groups(optimizer, listed)
+        return live.hooks.collect(optimizer, listed, Request(clipping.max_norm, are_scaled=False)).clip(one)
+
+    def _clipped_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Clip for a step of a disabled scaler, or return its arguments with a closure that does."""
+        clip = functools.partial(self._clip_unscaled, optimizer, self._parts.clipping)
+        closure = find_closure(optimizer, args, kwargs)
+        if closure is None:
+            clip()
+            return args, kwargs
+
+        def evaluate(*args: object, **kwargs: object) -> object:
+            loss = closure(*args, **kwargs)
+            clip()
+            return loss
+
+        return replace_closure(args, kwargs, evaluate)
 
     def _record(self, step: Step) -> None:
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
@@ -769,7 +766,7 @@ class ShardedGradScaler(GradScaler):
         Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
     init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend : optional
         As in :class:`GradScaler`.
-    on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
+    on_skip, on_update, diagnose, history_size, max_norm, norm_over, skip, warn_after, give_up_after : optional
         As in :class:`GradScaler`.
 
     Raises
@@ -832,7 +829,9 @@ class StepGuard(ShardedGradScaler):
     group : communicator, Collectives, or list of these, optional
         The ranks that skip together, as for :class:`ShardedGradScaler`. Default: none, so that this process decides
         alone.
-    timeout, enabled, backend, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
+    timeout, enabled, backend, on_skip, on_update, diagnose, history_size : optional
+        As in :class:`ShardedGradScaler`.
+    max_norm, norm_over, skip, warn_after, give_up_after : optional
         As in :class:`ShardedGradScaler`. InvalidTypeError for a scale's settings, such as ``init_scale`` or ``policy``.
 
     Notes

@@ -152,7 +152,7 @@ class LiveState:
                         changed[index] = None
                 self.state = self.backend.with_numbers(state, changed)
                 return
-        self.state = self.backend.adapt(self.policy, state, found, is_held)
+        self.state = self.backend.adapt(self.policy, state, found, is_held, self.floor(state))
 
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one."""
@@ -164,9 +164,13 @@ class LiveState:
         if self.state is state:
             self.state = self.backend.with_numbers(state, self.checked(values))
 
-    def require_possible(self, scale: float) -> None:
-        """Raise BackendError for the scale of a verdict that no policy makes, to whose array others may write."""
-        if self.backend.is_shared and not 0.0 < scale < math.inf:
+    def require_possible(self, scale: float, state: ScaleState | None = None) -> None:
+        """Raise BackendError for the scale of a verdict that no policy makes, to whose array others may write.
+
+        Of a ``state`` whose scale was taken for 1 no other is possible.
+        """
+        is_possible = scale == 1.0 if state is not None and self.is_one(state) else 0.0 < scale < math.inf
+        if self.backend.is_shared and not is_possible:
             msg = (
                 f"gradients were divided by a scale that no policy makes, got scale={scale!r}: something else "
                 f"has written to the scaler's tensor _scale, or torch gives wrong values. Nothing is stepped; load a "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from array_api_compat import array_namespace
 
 from gradscale.core.backend import HostRead
-from gradscale.core.gradients import Found
+from gradscale.core.gradients import Found, norm_bits
 from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
+from gradscale.core.validation import SMALLEST_NORMAL, float32_from_bits
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import HELD, LENGTH, Claim, Flags, Presence, Reason, Verdict, verdict_from
@@ -52,6 +54,8 @@ class Pending:
         is_unscaled: bool = False,
     ) -> None:
         self.found, self.state, self.groups = found, state, groups
+        # Gradients of a state before a load say nothing of the one in force.
+        self._rank, self._updates = agreement.rank, live.updates if state is live.state else -1
         count, scaled = found.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2
         presence = (not_scaled or Presence.SOME) if found.has_gradients else Presence.NONE
         self._is_idle = presence is Presence.ZEROS and not groups
@@ -66,29 +70,30 @@ class Pending:
         if isinstance(count, int) and count:
             # It goes before a refusal, which counts again if a framework overrules the overflow.
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
-        norm: Array | float = 0.0
-        if found.norm is not None and groups:
-            (norm,) = live.backend.peek((found.norm,)) or (found.norm,)
+        norm = 0.0 if found.norm is None else found.norm
+        if not isinstance(norm, float):
+            (norm,) = live.backend.peek((norm,)) or (norm,)
+        self._norm = norm
         if numbers is not None and isinstance(count, int) and isinstance(code, int) and isinstance(norm, float):
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             flags = Flags(count, at_min_scale, presence, scaled, code)
             if not groups:
                 if live.backend.is_shared:
                     live.require_possible(numbers[0])
-                self.known = verdict_from(flags, count, numbers[0])
+                self.known = verdict_from(flags, count, numbers[0])._replace(norm=self._reported_norm())
                 return
             values = claims.of_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
-            sent = live.backend.integers(values, state.scale)
+            self._ballot = agreement.send(groups, live.backend.integers(values, state.scale), number, claim, values)
         else:
             xp = live.home
-            if isinstance(count, int):
+            if isinstance(count, int) and not self._is_unjudged:
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
             flags = Flags(count, False, presence, scaled, code)
-            sent = claims.of_arrays(live.backend, live.policy, state, claims.hash_of(claim), flags, norm)
-        # A verdict that is known from the start has none of these.
-        # Gradients of a state before a load say nothing of the one in force.
-        self._rank, self._updates = agreement.rank, live.updates if state is live.state else -1
-        self._ballot = agreement.send(groups, sent, number, claim)
+            if groups:
+                sent = claims.of_arrays(live.backend, live.policy, state, claims.hash_of(claim), flags, norm)
+                self._ballot = agreement.send(groups, sent, number, claim)
+            else:
+                self._flags, self._sent = self._packed_alone(flags)
 
     @property
     def is_begun(self) -> bool:
@@ -119,6 +124,16 @@ class Pending:
         return (reason, by) if reason in HELD else (Reason.STEPPED, None)
 
     def _read(self) -> Verdict:
+        live = self._live
+        found = self._read_answer() if self.groups else self._read_alone()
+        if live.backend.is_shared:
+            live.require_possible(found.scale, self.state)
+        if not self.is_captured:
+            self.known = found
+            live.note_scale(found.scale, self._updates)
+        return found
+
+    def _read_answer(self) -> Verdict:
         ballot, copy, live = self._ballot, self._copy, self._live
         if copy is None:
             agreed, sent = ballot.read(live.backend)
@@ -127,36 +142,69 @@ class Pending:
                 # A device would wait for the ranks for ever.
                 ballot.agreed(is_read=True)
             values = copy()
-            agreed, sent = values[:LENGTH], values[LENGTH:] or values
-        if hasattr(self.state.scale, "compute"):
-            # A lazy library would compute all that it depends on once more in the update.
-            self._count = live.home.asarray(claims.verdict_of(agreed, sent).nonfinite, dtype=live.home.int32)
-            live.settle(self.state, claims.state_bits(sent))
-        if self.groups:
-            found = ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
-            self._hidden = claims.code_in(agreed) if found.reason else 0
-        else:
-            # No other rank has contributed, so an impossible value is the array library's fault.
-            live.checked(claims.state_bits(sent))
-            found = claims.verdict_of(agreed, sent)
-            # It may have been refused after the message was made.
-            self._hidden = self._code if isinstance(self._code, int) else claims.code_in(agreed)
-            otherwise = self._otherwise()
-            if found.nonfinite or otherwise[0]:
-                reason, by = (Reason.OVERFLOW, self._rank()) if found.nonfinite else otherwise
-                found = found._replace(reason=reason, by=by)
-        if live.backend.is_shared:
-            live.require_possible(found.scale)
-        if not self.is_captured:
-            self.known = found
-            live.note_scale(found.scale, self._updates)
+            agreed, sent = values[:LENGTH], values[LENGTH:]
+        self._settle(claims.verdict_of(agreed, sent).nonfinite, claims.state_bits(sent))
+        found = ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
+        self._hidden = claims.code_in(agreed) if found.reason else 0
+        if not isinstance(self._norm, float):
+            self._norm = claims.norm_of(sent)
+        return found._replace(norm=self._reported_norm())
+
+    def _read_alone(self) -> Verdict:
+        values = self._live.backend.read(self._sent) if self._copy is None else self._copy()
+        flags, bits, words = claims.unpack_alone(self._flags, values)
+        # No other rank has contributed, so an impossible value is the array library's fault.
+        scale = self._live.checked(bits).scale
+        if self.found.deferred is not None and self._is_unjudged:
+            self._count, self._norm = self.found.deferred.judge(words, scale)
+            flags = flags._replace(nonfinite=self._count)
+        elif words:
+            self._norm = float32_from_bits(words[0])
+        self._settle(flags.nonfinite, bits)
+        found = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm())
+        # It may have been refused after the flags were packed.
+        self._hidden = self._code if isinstance(self._code, int) else flags.code
+        otherwise = self._otherwise()
+        if found.nonfinite or otherwise[0]:
+            reason, by = (Reason.OVERFLOW, self._rank()) if found.nonfinite else otherwise
+            found = found._replace(reason=reason, by=by)
         return found
+
+    def _packed_alone(self, flags: Flags) -> tuple[Flags, Array]:
+        live, state = self._live, self.state
+        at_min_scale = live.policy.at_min_scale(state)
+        flags = flags if at_min_scale is None else flags._replace(at_min_scale=at_min_scale)
+        words = [self.found.deferred.words] if self.found.deferred is not None and self._is_unjudged else []
+        if not isinstance(self._norm, float):
+            bits = live.backend.bits(self._norm)
+            words.append(norm_bits(live.backend, self._norm) if bits is None else bits)
+        return flags, claims.pack_alone(live.backend, state, flags, words)
+
+    def _settle(self, count: int, bits: Sequence[int]) -> None:
+        """Keep what was read of a lazy library, which would compute all that it depends on once more in the update."""
+        live = self._live
+        if hasattr(self.state.scale, "compute"):
+            self._count = live.home.asarray(count, dtype=live.home.int32)
+            live.settle(self.state, bits)
+
+    @property
+    def _is_unjudged(self) -> bool:
+        """Whether the host judges the gradients by what it reads."""
+        return self.found.deferred is not None and self.found.norm is None
+
+    def _reported_norm(self) -> float | None:
+        if self.found.norm is None and self.found.deferred is None:
+            return None
+        norm = float(self._norm)
+        # As it travels.
+        return norm if SMALLEST_NORMAL <= norm < math.inf else 0.0 if norm < 1.0 else math.inf
 
     def start_reading(self) -> None:
         """Send the verdict on its way to the host, which does not wait for it."""
-        agreed, sent = self._ballot.agreed(), self._ballot.sent
-        both = agreed if agreed is sent else array_namespace(agreed).concat([agreed, sent])
-        self._copy = self._live.backend.start_read(both)
+        if self.groups:
+            agreed, sent = self._ballot.agreed(), self._ballot.sent
+            self._sent = array_namespace(agreed).concat([agreed, sent])
+        self._copy = self._live.backend.start_read(self._sent)
         self.is_captured = self._copy.is_replayed
 
     def has_arrived(self) -> bool:

@@ -96,18 +96,24 @@ def test_without_a_kernel_a_device_makes_a_few_operations_more_for_all_gradients
     assert numbers[-1] - numbers[1] <= 9 * len(devices)
 
 
-def test_a_step_is_skipped_whose_scale_somebody_has_set_where_the_host_does_not_see_it():
-    run = run_on(GradScaler("cuda", policy=gradscale.StaticScale(1.0)), "SGD", "cuda:0", dtypes=["bfloat16"])
-    seen = []
-    for number in range(4):
-        run.give(1.0)
-        if number == 1:
-            run.scaler._scale.fill_(4.0)
-            run.give(1.0)
+def test_a_scale_of_one_that_somebody_has_set_is_an_error_once_the_host_sees_it():
+    scaler = GradScaler("cuda", policy=gradscale.StaticScale(1.0))
+    run = run_on(scaler, "SGD", "cuda:0", dtypes=["bfloat16"])
+    run.give(1.0)
+    run.step()
+    before = on_host(run.parameter).tolist()
+    scaler._scale.fill_(4.0)
+    run.give(1.0)
+    with pytest.raises(
+        gradscale.BackendError, match=r"that no policy makes, got scale=4\.0: something else has written"
+    ):
         run.step()
-        seen.append((run.report.skipped, on_host(run.parameter.grad).tolist()[0]))
     # A scale of 1 multiplies nothing, so that the gradients are what they are.
-    assert seen == [(False, 1.0), (True, 1.0), (False, 1.0), (False, 1.0)]
+    assert (on_host(run.parameter).tolist(), on_host(run.parameter.grad).tolist()[0]) == (before, 1.0)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
+    run.give(1.0)
+    run.step()
+    assert not run.report.skipped
 
 
 # Values that come to the host.
@@ -145,6 +151,7 @@ class Life:
         # What is clipped is exact, so that it does not matter in which order squares are added.
         self.clips = self.groups is None and self.draws(0.4)
         watching = {"skip": choice(SKIPPING), "on_skip": choice([None, None, repr])}
+        watching |= {"max_norm": 1.5} if self.clips and self.draws(0.5) else {}
         self.scaler = GradScaler(home, policy=self.policy, group=self.groups, allow_fp16_grads=True, **watching)
         self.runs, self.seen = [self.run(devices) for _ in range(self.chance.randint(1, 2))], []
 
@@ -225,7 +232,7 @@ class Life:
             self.step(run)
             # Else a verdict may be read later.
             if self.draws(0.4):
-                self.seen.append((run.report.reason, run.report.scale, run.held))
+                self.seen.append((run.report.reason, run.report.scale, run.report.norm, run.held))
             if self.draws(0.1):
                 self.seen.append(scaler.diagnose(run.optimizer, state=True).to_dict())
         scaler.update(*[self.chance.choice([4.0, 0.25])] * self.draws(0.1))

@@ -63,13 +63,11 @@ def test_any_gradients_are_clipped_to_the_norm_of_all_together_and_an_overflow_c
 
 @pytest.mark.numpy
 @pytest.mark.parametrize("enabled", [True, False])
-def test_ranks_that_clip_say_whose_norm_it_is_with_a_disabled_scaler_too(enabled: bool):
+def test_ranks_that_do_not_say_otherwise_clip_by_their_own_norm_with_a_disabled_scaler_too(enabled: bool):
     def rank(group):
         scaler, optimizer = gradscale.ShardedGradScaler(group=group, enabled=enabled), Tree()
         optimizer.grads = [scaler.scale(np.float32([3.0, 4.0]))]
-        with pytest.raises(gradscale.InvalidValueError, match="needs norm_over="):
-            scaler.unscale_(optimizer, max_norm=1.0)
-        return float(scaler.unscale_(optimizer, max_norm=1.0, norm_over="rank"))
+        return float(scaler.unscale_(optimizer, max_norm=1.0))
 
     assert run_ranks(2, rank) == [5.0, 5.0]
 

@@ -309,8 +309,8 @@ class Misplacing(Backend):
         values = super().read(x)
         if self.values is None:
             return values
-        # A message holds others before the numbers of the state.
-        before = values[:6] if len(values) > 4 else []
+        # The verdict's flag and a message's fields come before the numbers of the state.
+        before = values[: {4: 0, 5: 1}.get(len(values), 6)]
         return [*before, *self.values, *values[len(before) + 4 :]]
 
 

@@ -115,7 +115,9 @@ class Case:
             elif not self.norm < math.inf:
                 self.max_norm = 1.0
         self.wanted = [one * self.factor for one in unscaled]
-        self.is_explicit = self.max_norm is not None or draw() < 0.5
+        # Whether the step clips by itself.
+        self.is_later = self.max_norm is not None and draw() < 0.5
+        self.is_explicit = not self.is_later and (self.max_norm is not None or draw() < 0.5)
 
     def skips(self) -> bool | None:
         """Return whether the step is skipped; None where it is a matter of rounding, or of squares in float64."""
@@ -154,7 +156,8 @@ def largest(one) -> float:
 
 def check(case: Case) -> str:
     """Unscale, clip and step; return what has become of the step."""
-    scaler = GradScaler("cpu", init_scale=case.scale, enabled=case.is_enabled, allow_fp16_grads=True)
+    own_norm = case.max_norm if case.is_later else None
+    scaler = GradScaler("cpu", init_scale=case.scale, enabled=case.is_enabled, allow_fp16_grads=True, max_norm=own_norm)
     parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in case.gradients]
     make = Holding if case.kind == "holding" else functools.partial(optimizer_of, case.kind)
     optimizer = make([{"params": parameters}])
@@ -175,6 +178,11 @@ def check(case: Case) -> str:
     if skips is None:
         return "unclear"
     assert (report.skipped, scaler.get_scale()) == (skips, case.scale / (1 + skips))
+    if case.max_norm is not None and case.is_enabled:
+        known = case.norm if 2.0**-126 <= case.norm <= LARGEST else 0.0 if case.norm < 1.0 else math.inf
+        assert report.norm == pytest.approx(known, rel=TOLERANCE)
+    else:
+        assert report.norm is None
     # What is left of those that a kernel divides by itself is no result, and of clipped ones that nobody steps with.
     is_told = (case.is_explicit or "fused" not in case.kind) and not (skips and case.max_norm)
     for index, (parameter, gradient) in enumerate(zip(parameters, case.gradients, strict=True)):

@@ -137,6 +137,7 @@ class Turn:
     scale: float = 0.0
     bad: Sequence[bool] = ()
     refused: set[int] = dataclasses.field(default_factory=set)
+    norm: float | None = None
     # On each rank, what the rule for spikes has judged.
     found: Sequence[dict[str, float | None] | None] = ()
     is_zero = is_idle = is_declined = is_left_out = is_at_min = by_closure = has_begun = False
@@ -262,10 +263,28 @@ class Model:
         self.gradients[k] = self.quotients(k, state)
         turn.bad = [value is not None and not math.isfinite(value) for value in self.gradients[k]]
 
+    def is_too_large(self, k: int) -> bool:
+        """Tell whether squares of gradients that have drifted away might overflow."""
+        return any(400.0 < abs(value) < math.inf for value in self.quotients(k) if value is not None)
+
+    def clip(self, k: int, max_norm: float | None, how: str = "group") -> float | None:
+        """Clip unscaled gradients to the norm of all ranks', or of this rank's, which all hold; return the norm."""
+        values = self.gradients[k]
+        held = [value for value in values if value is not None]
+        if max_norm is None:
+            return None
+        norm = math.sqrt(sum(value**2 for value in held)) if how == "group" else abs([*held, 0.0][0])
+        if not any(self.turns[k].bad):
+            factor = min(max_norm / (norm + 1e-6), 1.0)
+            self.gradients[k] = [None if value is None else value * factor for value in values]
+        return norm
+
     def judge(self, k: int, norm: float | None = None):
         """Judge unscaled gradients: an overflow comes before a refusal, that before a spike. The scale's is later."""
         turn, ranks = self.turns[k], range(self.size)
-        turn.stage = "unscaled"
+        # As it travels: infinite if it is not finite, 0 below the normal numbers.
+        small = 0.0 if norm is None or norm < 2.0**-126 else norm
+        turn.stage, turn.norm = "unscaled", None if norm is None else small if norm < math.inf else math.inf
         spikes: list[int] = []
         if self.settings["skip"] is not None:
             self.has_nothing(k, norm is not None)
@@ -288,7 +307,7 @@ class Model:
         is_overflow, is_skipped = turn.reason == "overflow", turn.reason != "stepped"
         local = int(is_overflow and turn.bad[self.rank])
         told = is_skipped, turn.scale, int(is_overflow), turn.reason, self.iteration, retries, local, None, turn.by
-        return StepReport(*told)
+        return StepReport(*told, norm=turn.norm)
 
     def stepped(self, k: int, declines: bool, retries: int) -> StepReport:
         """Step an optimizer by its verdict, or see that it declines to make the step: each rank by itself."""
@@ -320,7 +339,7 @@ class Model:
                     turn.refused.add(closure.bad_rank)
                 self.gradients[k] = closure.gradients(len(closure.expected), closure.expected[-1])
                 self.divide(k, self.lowered or self.used)
-                self.judge(k)
+                self.judge(k, self.clip(k, self.settings["max_norm"]))
                 if turn.reason != "overflow":
                     break
                 lowered = self.policy.backoff(self.lowered or self.used)
@@ -465,6 +484,18 @@ def mean(losses: Sequence[float]) -> float | None:
     return rounded(functools.reduce(lambda total, loss: rounded(total + loss), losses) / len(losses))
 
 
+def with_norms_of(found: Any, expected: Any) -> Any:
+    """Return reports with the norms of others where these are as close as float32 is."""
+    if type(found) in (list, tuple):
+        pairs = zip(found, expected, strict=False)
+        return type(found)([with_norms_of(*pair) for pair in pairs]) if len(found) == len(expected) else found
+    if isinstance(found, UpdateReport) and isinstance(expected, UpdateReport):
+        return found._replace(steps=with_norms_of(found.steps, expected.steps))
+    norms = [one.norm for one in (found, expected) if isinstance(one, StepReport) and one.norm is not None]
+    is_close = len(norms) == 2 and math.isclose(*norms, rel_tol=2e-6, abs_tol=1e-18)
+    return found._replace(norm=expected.norm) if is_close else found
+
+
 def rounded(x: float) -> float:
     """Return the nearest float32."""
     return float(np.float32(x))
@@ -589,6 +620,8 @@ class _Life:
         rules = RULES if self.library == "torch" else [None, *2 * RULES]
         return {
             "skip": self.chance.choice(rules),
+            # Of several groups it is not known which hold parts.
+            "max_norm": None if self.is_grid else self.chance.choice([None, None, *MAX_NORMS]),
             "history_size": self.chance.choice([0, 3, 1024]),
             "give_up_after": self.chance.choice([None, None, 2]),
             # Threads cannot listen to warnings.
@@ -599,6 +632,8 @@ class _Life:
         settings = self.settings | {"on_skip": self.callbacks(), "on_update": self.callbacks()}
         over = {} if self.group is None else {"group": self.over, "timeout": 60.0}
         home = importlib.import_module("gradscale_torch" if self.library == "torch" else "gradscale")
+        if over and settings["max_norm"] is not None:
+            settings["norm_over"] = "group"
         if self.is_guard:
             return home.StepGuard(**over, **settings)
         device = () if home is gradscale else ("cpu",)
@@ -669,7 +704,7 @@ class _Life:
                 assert is_close or (math.isnan(found[0]) and math.isnan(expected)), (found, expected)
 
     def require(self, found, expected):
-        assert found == expected, (found, expected)
+        assert with_norms_of(found, expected) == expected, (found, expected)
 
     def raises(self, call: Callable[[], Any], *said: str, kind: type[BaseException] = gradscale.CallOrderError):
         """Assert that a call is an error that says these texts, one of order if nothing else is said."""
@@ -747,7 +782,7 @@ class _Life:
         if not may and self.group is None:
             self.raises(lambda: call(self.optimizers[k]), *said)
             return False
-        said = self.model.warnings(k, bool(clip)) if may else []
+        said = self.model.warnings(k, bool(clip) or self.settings["max_norm"] is not None) if may else []
         if said:
             # As an error it comes before anything is touched.
             self.raises(lambda: call(self.optimizers[k], **clip), said[0], kind=UserWarning)
@@ -756,8 +791,8 @@ class _Life:
         self.model.divide(k)
         if may:
             return True
-        self.model.judge(k)
-        if self.model.turns[k].reason in ("stepped", "overflow"):
+        self.model.judge(k, self.model.clip(k, self.settings["max_norm"]))
+        if self.model.turns[k].reason in ("stepped", "overflow", "spike"):
             self.raises(lambda: call(self.optimizers[k]), *said)
         else:
             call(self.optimizers[k])
@@ -766,41 +801,42 @@ class _Life:
 
     def unscale(self):
         (k, turn, optimizer), how = self.turn(), self.chance.choice(["plain", "rank", "group"])
-        # Torch's knows by itself over what its norms are.
-        how = "plain" if self.group is not None and self.library == "torch" else how
         if turn.stage != "ready":
             said = "unscale_() is being called after step()" if turn.stage == "stepped" else "has already been called"
             self.raises(lambda: self.scaler.unscale_(optimizer), "" if turn.is_left_out else said, ORDER)
             return
         values = self.model.quotients(k)
-        held = [value for value in values if value is not None]
         clip: dict[str, Any] = {}
+        is_too_large, largest = self.model.is_too_large(k), self.settings["max_norm"]
         if how == "rank" and len({None if value is None else abs(value) for value in values}) > 1:
             # The ranks do not hold the same gradients.
             how = "group"
         # Of several groups it is not known which hold parts.
         how = "plain" if how == "group" and self.is_grid else how
-        # Squares of gradients that have drifted away might overflow.
-        if how != "plain" and not any(400.0 < abs(value) < math.inf for value in held):
+        if how != "plain" and not is_too_large:
             largest = self.chance.choice(MAX_NORMS)
-            # A process alone is all of its group.
-            is_said = self.group is not None or (self.library != "torch" and self.chance.random() < 0.5)
+            # A process alone is all of its group, and by default each rank has a norm of its own.
+            is_said = how == "group" or self.chance.random() < 0.5
             clip = {"max_norm": largest} | ({"norm_over": how} if is_said else {})
+        elif largest is not None and is_too_large:
+            return
         if not self.begin(k, self.scaler.unscale_, **clip):
             return
-        values = self.model.gradients[k]
         with self.watching():
             returned = self.scaler.unscale_(optimizer, **clip)
-        self.model.judge(k, float(returned) if clip else None)
-        if clip and any(turn.bad):
-            # What becomes of gradients that nobody steps with is not said.
-            values[self.rank] = float(optimizer.grads[0][0]) if values[self.rank] is not None else None
-        elif clip:
-            norm = math.sqrt(sum(value**2 for value in held)) if how == "group" else abs([*held, 0.0][0])
-            assert math.isclose(float(returned), norm, rel_tol=2e-6, abs_tol=1e-18), (returned, norm)
-            self.norms.append(np.float32(returned).tobytes())
-            factor = min(largest / (norm + 1e-6), 1.0)
-            self.model.gradients[k] = [None if value is None else value * factor for value in values]
+        norm = self.model.clip(k, largest, "rank" if how == "rank" else "group")
+        self.model.judge(k, None if norm is None else float(returned))
+        if norm is not None:
+            self.take_over(k)
+            is_close = any(turn.bad) or math.isclose(float(returned), norm, rel_tol=2e-6, abs_tol=1e-18)
+            assert is_close, (returned, norm)
+            self.norms += [] if any(turn.bad) else [np.float32(returned).tobytes()]
+
+    def take_over(self, k: int):
+        """Have the model hold what a skipped step has left: what becomes of such gradients is not said."""
+        values, (held,) = self.model.gradients[k], self.optimizers[k].grads
+        if (self.model.turns[k].reason != "stepped" or any(self.model.turns[k].bad)) and values[self.rank] is not None:
+            values[self.rank] = float(held[0])
 
     def refuse(self):
         _, turn, optimizer = self.turn()
@@ -831,16 +867,18 @@ class _Life:
             self.counts[turn.reason] += 1
             return
         if turn.stage == "ready":
+            if self.settings["max_norm"] is not None and self.model.is_too_large(k):
+                return
             if not self.begin(k, self.scaler.step):
                 return
-            self.model.judge(k)
+            self.model.judge(k, self.model.clip(k, self.settings["max_norm"]))
         if turn.reason == "no gradients":
             ranks = "" if self.group is None else " on any rank"
             said = f"none of whose parameters has a gradient{ranks}: they were zeroed"
             with self.watching():
                 self.raises(lambda: self.scaler.step(optimizer), said)
             turn.stage = "ready"
-            self.require(self.scaler.last_step(optimizer), self.model.report(turn)._replace(nonfinite=0))
+            self.require(self.scaler.last_step(optimizer), self.model.report(turn)._replace(nonfinite=0, norm=None))
             return
         self.made(k, answer, lambda: self.scaler.step(optimizer))
 
@@ -860,6 +898,12 @@ class _Life:
                 self.raises(call, str(failure), kind=type(failure))
             else:
                 self.require(call(), answer or "moved" if is_called else None)
+        if self.settings["max_norm"] is not None:
+            self.take_over(k)
+            norm, turn = self.scaler.last_step(optimizer).norm, self.model.turns[k]
+            if norm and turn.norm and math.isclose(norm, turn.norm, rel_tol=2e-6):
+                # It is exact for what the gradients are, which have drifted away from the model's.
+                turn.found = [found and {**found, "norm": norm} for found in turn.found]
         self.require(optimizer.steps, before + (is_called and answer is None))
         self.require(self.scaler.last_step(optimizer), report)
         self.require_told([report] if report.skipped else [])
@@ -917,6 +961,7 @@ class _Life:
             self.raises(call, "refuse() was called", "of a closure", "restore its parameters from a copy", ORDER)
         else:
             self.made(k, answer, call, plan.retries)
+        self.take_over(k)
         self.require(seen, plan.expected)
 
     def update(self):
