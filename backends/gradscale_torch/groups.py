@@ -38,6 +38,8 @@ from gradscale_torch.devices import CPU, forbid_capture, is_capturing
 
 Tensor = torch.Tensor
 
+# How long a wait in gloo does not see Ctrl-C.
+_MOMENT = timedelta(milliseconds=50)
 # Seconds by which the library's own timeout is later, so that a user sees ours.
 _LATER = 10.0
 
@@ -103,7 +105,7 @@ class TorchCollectives:
             forbid_capture(where if sent.is_cpu else sent.device, _OF_THE_DEVICE)
         # It is sent, and then receives the result.
         buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
-        return Reduction(self._is_lookalike, group, self.reduce(group, buffer), buffer, x)
+        return Reduction(self._carriers.get(where.type), group, self.reduce(group, buffer), buffer, x)
 
     @property
     def within(self) -> Callable[[float], contextlib.AbstractContextManager[None]]:
@@ -119,7 +121,7 @@ class TorchCollectives:
         group = self.resolve()
         buffer = x.detach().to(travels_on(self._carriers, x.device, group.group), copy=True).reshape(1)
         work = self.reduce(group, buffer, "SUM")
-        total: Tensor = Reduction(self._is_lookalike, group, work, buffer, x)()
+        total: Tensor = Reduction(self._carriers.get(buffer.device.type), group, work, buffer, x)()
         return total.reshape(())
 
     def reduce(self, group: GroupWait, buffer: Tensor, operation: str = "MAX") -> dist.Work:
@@ -192,7 +194,7 @@ def _abort(group: dist.ProcessGroup, carriers: dict[str, str], error: BaseExcept
 class Reduction:
     """A reduction under way. Calling it finishes it and returns the result."""
 
-    _is_lookalike: bool
+    _carrier: str | None
     _group: GroupWait
     _work: dist.Work
     _buffer: Tensor
@@ -223,11 +225,21 @@ class Reduction:
 
     def _wait(self) -> None:
         # All that the work of a lookalike must have is wait().
-        if not self._is_lookalike:
+        if self._carrier != _LOOKALIKE:
             # Some wait without looking at signals and the time, and accelerators do not wait at all.
-            self._group.until(self._work.is_completed, longest_pause=DEVICE_PAUSE)
+            is_over = self._wait_a_moment if self._carrier == "gloo" else self._work.is_completed
+            self._group.until(is_over, longest_pause=DEVICE_PAUSE)
         # Raises its failure.
         self._work.wait()
+
+    def _wait_a_moment(self) -> bool:
+        """Wait in gloo itself, which wakes this thread at once, and leaves the core to gloo's own until then."""
+        try:
+            self._work.wait(_MOMENT)
+        except RuntimeError:
+            # The moment is over, or the work has failed, which the last wait raises.
+            return self._work.is_completed()
+        return True
 
 
 def _forget_what_is_done() -> None:
