@@ -268,6 +268,10 @@ class ScalerBackend(TorchBackend):
         """Return an optimizer's gradients."""
         return gradients.TensorGradients(self._settings, optimizer, listed, request, is_replayed=self.is_replayed)
 
+    def reads_verdict(self, optimizer: Optimizer) -> bool:
+        """Tell whether the host reads the verdict in each step: not of a fused optimizer."""
+        return not getattr(optimizer, "_step_supports_amp_scaling", False)
+
     def was_left_scaled(self, optimizer: object, listed: Listed) -> bool:
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
         parameters = listed.get(id(optimizer))

@@ -70,7 +70,7 @@ class DeferredClip:
     _norm: Tensor | None
     """Of the gradients as they are, 0-d; None if the host has it."""
     _tensors: Groups
-    _max_norm: float
+    _request: Request
     _parameters: Parameters
     _factor: float = 1.0
 
@@ -90,7 +90,9 @@ class DeferredClip:
 
     def judge_norm(self, norm: float, scale: float) -> tuple[int, float]:
         """Judge by the norm of the gradients as they are."""
-        unscaled, self._factor, overflows = clip_numbers(norm, self._max_norm, scale)
+        assert self._request.max_norm is not None
+        is_judged = self._request.are_scaled
+        unscaled, self._factor, overflows = clip_numbers(norm, self._request.max_norm, scale, is_judged=is_judged)
         return int(overflows), unscaled
 
     @torch.no_grad()
@@ -98,9 +100,10 @@ class DeferredClip:
         """Divide and clip them, unless they are to stay as they are."""
         self._parameters.left_scaled = False
         if self._factor != 1.0:
+            # A number to a device; a float32 is the same wherever it is computed.
+            factor = torch.tensor(self._factor, dtype=torch.float64, device=CPU)
             for tensors in self._tensors.values():
-                # A number to a device.
-                _multiply(tensors, torch.tensor(self._factor, dtype=torch.float32, device=CPU))
+                _multiply(tensors, factor.float() if self._request.are_scaled else factor)
 
 
 class TensorGradients:
@@ -154,7 +157,7 @@ class TensorGradients:
                 is_plain = request.divides and request.exchange is None and not self._parameters.meshes
                 if is_plain and request.is_read and number is None and not may_be_below_one:
                     self._parameters.left_scaled = request.are_scaled
-                    deferred = self._deferred_clip(self._norm(scale.device)[0])
+                    deferred = DeferredClip(self._norm(scale.device)[0], tensors, request, self._parameters)
                     return Found(0, None, len(tensors) > 0, request.are_scaled, deferred=deferred)
                 if is_plain and number is not None and all(device == CPU for device, _ in tensors):
                     return self._unscale_on_cpu(number)
@@ -171,6 +174,7 @@ class TensorGradients:
                 flag_nonfinite(tensors, flags)
             else:
                 factor = inverse_of(divisor) if number is None or norm is not None else _inverse_of_number(number)
+                factor = factor.float() if request.are_scaled else factor
                 # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
                 flagged = norm is not None and not may_be_below_one and not self._parameters.meshes
                 unscale_in_place(tensors, factor, flags, again=may_be_below_one, flagged=flagged)
@@ -184,7 +188,8 @@ class TensorGradients:
 
     def _unscale_on_cpu(self, scale: float) -> Found:
         """Judge them by numbers, and unscale and clip them, at once or if the step is made."""
-        clip, tensors, request = self._deferred_clip(), self._tensors, self._request
+        tensors, request = self._tensors, self._request
+        clip = DeferredClip(None, tensors, request, self._parameters)
         overflows, norm = clip.judge_norm(norm_on_cpu(tensors), scale)
         flags: Flags = {CPU: torch.full((), float(overflows), device=CPU)}
         is_later = request.is_read and scale >= 1.0
@@ -198,22 +203,6 @@ class TensorGradients:
         count, returned = count_nonfinite(flags, tensors), norm if request.is_read else torch.tensor(norm)
         is_scaled, deferred = is_later and request.are_scaled, clip if is_later else None
         return Found(count, returned, len(tensors) > 0, is_scaled, flags, scale, deferred=deferred)
-
-    def _deferred_clip(self, norm: Tensor | None = None) -> DeferredClip:
-        assert self._request.max_norm is not None
-        return DeferredClip(norm, self._tensors, self._request.max_norm, self._parameters)
-
-    @torch.no_grad()
-    def clip(self, one: object) -> Tensor:  # noqa: ARG002
-        """Clip gradients that are not scaled, and return their norm, 0-d float32."""
-        max_norm = self._request.max_norm
-        assert max_norm is not None
-        self._require_whole()
-        norm = self._norm(next((device for device, _ in self._tensors), CPU))[0]
-        factor = clip_factor(norm, max_norm)
-        for (device, _), tensors in self._tensors.items():
-            _multiply(tensors, moved(factor, device))
-        return norm.float()
 
     def _clipped(self, scale: Tensor, max_norm: float, flags: Flags) -> tuple[Tensor, Tensor]:
         """Return by what to divide to unscale and clip at once, and the unscaled norm, 0-d float32; set the flag.
@@ -235,7 +224,7 @@ class TensorGradients:
         clipping = torch.add(norm, scale, alpha=_EPSILON).div_(max_norm)
         if divides:
             # A norm that is not finite clips nothing: gradients that are finite stay so, and the others are named.
-            clipping = torch.where(unscaled < math.inf, clipping, 0.0)
+            clipping = torch.where((unscaled if self._request.are_scaled else norm) < math.inf, clipping, 0.0)
         divisor = torch.maximum(scale, clipping, out=None if divides else torch.empty_like(scale))
         # A divisor is an overflow, too, that float32 cannot hold, or whose reciprocal is no normal number.
         lost = [(4 * divisor).float() if divides else divisor] if max_norm > 0 else []
@@ -465,10 +454,10 @@ def group_tensors(tensors: Sequence[Tensor]) -> Groups:
 
 
 def inverse_of(divisor: Tensor) -> Tensor:
-    """Return the reciprocal of a 0-d tensor, rounded once to float32. No host read."""
+    """Return the reciprocal of a 0-d tensor, rounded once to its dtype. No host read."""
     if divisor.device.type in _INEXACT:
-        divisor = divisor.double()
-    return divisor.reciprocal().float()
+        return divisor.double().reciprocal().to(divisor.dtype)
+    return divisor.reciprocal()
 
 
 @functools.lru_cache(maxsize=64)
@@ -526,8 +515,8 @@ def _apply(
     by = constant(1.0, device) if factor is None else factor
     flag = flags.get(device)
     if flag is None:
-        flag = flags[device] = torch.zeros_like(by)
-    if _apply_by_kernel(tensors, flag, by):
+        flag = flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+    if _apply_by_kernel(tensors, flag, by.float()):
         return False
     if factor is not None:
         _multiply(tensors, factor)
@@ -663,9 +652,3 @@ def _square(tensor: Tensor) -> Tensor:
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.itemsize < 4 else None)
     return norm.square()
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that clips gradients of this norm, at most 1; no host read."""
-    factor: Tensor = max_norm / (norm + _EPSILON)
-    return factor.clamp(max=1.0)

@@ -225,11 +225,16 @@ def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
     return norm, factor, as_0d_array(xp, xp.astype(overflows, xp.int32))
 
 
-def clip_numbers(norm: float, max_norm: float, scale: float = 1.0) -> tuple[float, float, bool]:
-    """Return the answer of ``clip_factor`` as numbers, for the norm of gradients that are to be divided by a scale."""
+def clip_numbers(
+    norm: float, max_norm: float, scale: float = 1.0, *, is_judged: bool = True
+) -> tuple[float, float, bool]:
+    """Return the answer of ``clip_factor`` as numbers, for the norm of gradients that are to be divided by a scale.
+
+    If nobody judges them, they are clipped by a norm that float32 cannot hold, too.
+    """
     unscaled = norm / scale
     rounded = validation.round_to_float32(unscaled)
-    is_finite = math.isfinite(rounded)
+    is_finite = math.isfinite(rounded if is_judged else unscaled)
     factor = (min(1.0, max_norm / (unscaled + _EPSILON)) if is_finite else 1.0) / scale
     return rounded, factor, not is_finite or 0.0 < factor < validation.SMALLEST_NORMAL
 

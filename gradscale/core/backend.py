@@ -271,6 +271,10 @@ class Backend:
         """Return the groups that an optimizer's gradients themselves say their norm is taken over."""
         return ()
 
+    def reads_verdict(self, optimizer: Optimizer) -> bool:  # noqa: ARG002
+        """Tell whether the host reads the verdict in each step of an optimizer if this process decides alone."""
+        return True
+
     def values_of(self, x: Array) -> Array | None:
         """Return the array that holds an array's values on this rank; None if it has none."""
         return x

@@ -133,9 +133,6 @@ class Collected(Protocol):
     def unscale(self, live: Home, state: ScaleState) -> Found:
         """Divide them by the scale of a state, clip and judge them; a refusal modifies none."""
 
-    def clip(self, one: Callable[[Array], tuple[Home, ScaleState]]) -> Array | None:
-        """Clip gradients that are not scaled, and return their norm; ``one`` gives a state of scale 1."""
-
 
 class Gradients:
     """Gradients of arrays of the standard, each parameter's once, and how unscaled ones go back to the optimizer."""
@@ -156,7 +153,7 @@ class Gradients:
             refusal = unreadable("an optimizer", error)
             raise refusal from error
         self._what = f"gradient of {type(optimizer).__name__}"
-        self._master_dtype = getattr(optimizer, "master_dtype", None)
+        self._master_dtype = getattr(optimizer, "master_dtype", None) if request.are_scaled else None
         self._request = request
         self.is_touched = False
 
@@ -189,14 +186,6 @@ class Gradients:
         if dtype is not None or max_norm is not None or not isinstance(state, UnitState):
             self._assign({} if unscaled is chosen else dict(zip(map(id, chosen), unscaled, strict=True)))
         return Found(count, norm, len(chosen) > 0, scale=scale)
-
-    def clip(self, one: Callable[[Array], tuple[Home, ScaleState]]) -> Array | None:
-        """Clip gradients that are not scaled, and return their norm; None without any."""
-        like = self.like
-        if like is None:
-            return None
-        self._master_dtype = None
-        return self.unscale(*one(like)).norm
 
     def _clip(
         self, backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, max_norm: float

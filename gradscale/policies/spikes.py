@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
-from gradscale.core.arithmetic import on
+from gradscale.core.arithmetic import device, has_float64, on
 from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError, shown
 from gradscale.policies.dynamic import home_of
@@ -158,23 +159,29 @@ class SkipSpikes:
         x = self._column(xp, state, value)
         if self.above is not None:
             return xp.logical_not(xp.logical_and(xp.isfinite(x), x <= self.above))[..., 0]
+        is_wide = has_float64(xp, device(values))
+        dtype = xp.float64 if is_wide else xp.float32
+        values, wide = xp.astype(values, dtype), xp.astype(x, dtype)
         # As differences from one of them, equal values have a mean and a deviation of exactly 0, and so do the places
-        # that are not filled yet, which hold the first value. Divided by the greatest, they have squares that fit.
-        first = values[..., :1]
+        # that are not filled yet, which hold the first value.
+        first, unit = values[..., :1], None
         apart = values - first
-        unit = xp.max(xp.abs(apart), axis=-1, keepdims=True) + _TINY
-        apart = apart / unit
+        if not is_wide:
+            # Divided by the greatest, they have squares that fit.
+            unit = xp.max(xp.abs(apart), axis=-1, keepdims=True) + _TINY
+            apart = apart / unit
         count = state.count[..., None]
-        number = xp.astype(count, xp.float32)
+        number = xp.astype(count, dtype)
         total = xp.sum(apart, axis=-1, keepdims=True)
         # Adding _TINY changes no number but 0. Rounding may leave the sum below 0.
         mean = total / (number + _TINY)
         squares = xp.abs(xp.sum(apart * apart, axis=-1, keepdims=True) - total * mean)
         # Not divided, since a value may be farther away than float32 has units.
-        far = x - first - mean * unit
+        far = wide - first - (mean if unit is None else mean * unit)
         if self.sides == "both":
             far = xp.abs(far)
-        bound = xp.sqrt(squares / (number - 1.0 + _TINY)) * unit * self.deviations
+        deviation = xp.sqrt(squares / (number - 1.0 + _TINY))
+        bound = (deviation if unit is None else deviation * unit) * self.deviations
         is_usual = xp.logical_and(xp.isfinite(x), far <= bound)
         return xp.logical_and(count >= self.min_values, xp.logical_not(is_usual))[..., 0]
 
@@ -200,6 +207,40 @@ class SkipSpikes:
         entered = xp.where(count == 0, x, xp.concat([values[..., 1:], x], axis=-1))
         more = xp.astype(xp.logical_and(enters, count < self.window), xp.int32)
         return SpikeState(xp.where(enters, entered, values), (count + more)[..., 0], new_run[..., 0])
+
+
+class Window(NamedTuple):
+    """A state of numbers of the host: the values of the last steps, and how many steps in a row were skipped."""
+
+    values: tuple[float, ...] = ()
+    """Those that there are, float32, the newest last."""
+    skipped: int = 0
+
+
+def judge_number(rule: SkipSpikes, window: Window, x: float) -> bool:
+    """Return whether a float32 is a spike, as ``rule.judge`` does of arrays where these have float64."""
+    values = window.values
+    if rule.above is not None:
+        return not (math.isfinite(x) and x <= rule.above)
+    is_judged = len(values) >= (rule.min_values or 0)
+    if not is_judged or not math.isfinite(x):
+        return is_judged
+    first, number = values[0], len(values)
+    apart = [value - first for value in values]
+    total = math.fsum(apart)
+    mean = total / number
+    squares = abs(math.fsum(value * value for value in apart) - total * mean)
+    far = x - first - mean
+    return (abs(far) if rule.sides == "both" else far) > math.sqrt(squares / (number - 1)) * rule.deviations
+
+
+def learn_number(rule: SkipSpikes, window: Window, x: float, *, skipped: bool) -> Window:
+    """Return a window after a step, as ``rule.learn`` does of arrays."""
+    values, run = window
+    is_value, is_patient = math.isfinite(x), run < rule.patience
+    if is_value and (not skipped or rule.learns_from_skipped or not is_patient):
+        values = (*values, x)[-rule.window :]
+    return Window(values, run + is_patient if skipped else 0 if is_value else run)
 
 
 def empty_windows(rule: SkipSpikes, like: Array) -> SpikeState:

@@ -16,7 +16,7 @@ from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, on
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.errors import InvalidTypeError, shown, warn_caller
-from gradscale.policies.spikes import SkipSpikes, SpikeState, empty_windows
+from gradscale.policies.spikes import SkipSpikes, SpikeState, Window, empty_windows, judge_number, learn_number
 from gradscale.scaler.claim import Reason
 
 
@@ -47,10 +47,10 @@ class Losses(NamedTuple):
         if is_array_api_obj(loss):
             known = registry.backend_for(loss).peek((array_namespace(loss).reshape(loss, ()),))
             loss = loss if known is None else known[0]
-        loss = _beside(loss, loss) if is_array_api_obj(loss) else validation.round_to_float32(loss)
+        loss = beside(loss, loss) if is_array_api_obj(loss) else validation.round_to_float32(loss)
         if self.number == 0 or self.is_used:
             return Losses(loss, 1)
-        total = _beside(self.total, loss) if is_array_api_obj(loss) else self.total
+        total = beside(self.total, loss) if is_array_api_obj(loss) else self.total
         return Losses(_rounded(total + loss), self.number + 1)
 
     def mean(self) -> Array | float | None:
@@ -58,7 +58,7 @@ class Losses(NamedTuple):
         if self.number < 2:
             return self.total if self.number else None
         # On GPUs torch divides by a number by multiplying with its reciprocal, which is rounded.
-        number = _beside(self.number, self.total) if is_array_api_obj(self.total) else self.number
+        number = beside(self.number, self.total) if is_array_api_obj(self.total) else self.number
         return _rounded(self.total / number)
 
 
@@ -85,8 +85,9 @@ class Observation(NamedTuple):
 
     window: int
     """Position of the window."""
-    values: Array
-    """1-d float32, in the order of the rule's ``of``; NaN for a value that this rank does not have."""
+    values: Array | Sequence[float]
+    """float32, in the order of the rule's ``of``; NaN for a value that this rank does not have. Numbers of the host for
+    a window of numbers, else 1-d."""
     reason: Reason | Array
     """SPIKE or STEPPED; its number as a 0-d int32 if the CPU would have to wait for it."""
 
@@ -107,36 +108,36 @@ class Guard:
 
     def __init__(self, rule: SkipSpikes, saved: SavedWindows | None = None) -> None:
         self.rule = rule
-        self._windows: list[SpikeState] = []
+        # Of each optimizer those of all quantities: numbers where the host has them in time, or arrays beside a state.
+        self._windows: list[list[Window] | SpikeState] = []
         # The first ones are already made: those of optimizers that are or were there.
         self._saved = saved or []
         # The position of each optimizer's window.
         self._positions: IdentityMap[int] = IdentityMap()
         # By the position of a window, what it has learned last, and what it has become.
-        self._learned: dict[int, tuple[Observation, SpikeState]] = {}
+        self._learned: dict[int, tuple[Observation, list[Window] | SpikeState]] = {}
 
     def judge(
-        self, optimizer: Optimizer, loss: Array | float | None, norm: Array | None, like: Callable[[], Array]
+        self, optimizer: Optimizer, loss: Array | float | None, norm: Array | float | None, like: Array
     ) -> Observation | None:
-        """Judge a step on this rank; None if there is nothing to judge. A first window is made beside ``like()``."""
+        """Judge a step on this rank; None if there is nothing to judge. Arrays need a window beside ``like``."""
         found = [{"loss": loss, "norm": norm}[name] for name in self.rule.of]
         if all(value is None for value in found):
             return None
-        position = self._position_of(optimizer, like)
-        state = self._windows[position]
-        xp, numbers = array_namespace(state.values), [math.nan if value is None else value for value in found]
-        on_host = registry.backend_for(state.values).peek((state.values[0, 0],)) is not None
-        if on_host:
-            where = registry.backend_for(state.values).placement(state.values)
-            values = xp.asarray([float(value) for value in numbers], dtype=xp.float32, **on(where))
-        else:
-            values = xp.stack([_beside(value, state.values[0, 0]) for value in numbers])
+        position, numbers = self._position_of(optimizer), [math.nan if value is None else value for value in found]
+        if not any(map(is_array_api_obj, numbers)):
+            windows = self._windows[position] = self._numbers_of(self._windows[position])
+            pairs = zip(windows, found, strict=True)
+            is_spike = any(judge_number(self.rule, window, x) for window, x in pairs if x is not None)
+            return Observation(position, numbers, Reason.SPIKE if is_spike else Reason.STEPPED)
+        state = self._windows[position] = self._arrays_of(self._windows[position], like)
+        xp = array_namespace(state.values)
+        values = xp.stack([beside(value, state.values[0, 0]) for value in numbers])
         told = self.rule.judge(state, values)
-        known = [told[index] for index, value in enumerate(found) if value is not None]
-        if on_host:
-            return Observation(position, values, Reason.SPIKE if any(map(bool, known)) else Reason.STEPPED)
-        is_spike = as_0d_array(xp, functools.reduce(xp.logical_or, known))
-        return Observation(position, values, xp.astype(is_spike, xp.int32))
+        is_known = [told[index] for index, value in enumerate(found) if value is not None]
+        return Observation(
+            position, values, xp.astype(as_0d_array(xp, functools.reduce(xp.logical_or, is_known)), xp.int32)
+        )
 
     def learn(self, observation: Observation, reason: Reason | Array, put: _Put) -> None:
         """Let a window learn from a step, by the reason that the ranks agreed on or its number as a 0-d int32."""
@@ -145,14 +146,20 @@ class Guard:
         old, values = self._windows[observation.window], observation.values
         last, learned = self._learned.get(observation.window, (None, old))
         if last is not observation:
-            if not isinstance(reason, Reason):
-                xp = array_namespace(values)
-                values = xp.where(reason <= Reason.SPIKE, values, xp.full_like(values, xp.nan))
-            learned = self.rule.learn(old, values, skipped=reason == Reason.SPIKE)
+            if not isinstance(old, SpikeState):
+                pairs = zip(old, values, strict=True)
+                learned = [learn_number(self.rule, *one, skipped=reason is Reason.SPIKE) for one in pairs]
+            else:
+                if not isinstance(reason, Reason):
+                    xp = array_namespace(values)
+                    values = xp.where(reason <= Reason.SPIKE, values, xp.full_like(values, xp.nan))
+                learned = self.rule.learn(old, values, skipped=reason == Reason.SPIKE)
             self._learned[observation.window] = observation, learned
-        self._windows[observation.window] = put(old, learned)
+        if isinstance(old, SpikeState) and isinstance(learned, SpikeState):
+            learned = put(old, learned)
+        self._windows[observation.window] = learned
 
-    def _position_of(self, optimizer: Optimizer, like: Callable[[], Array]) -> int:
+    def _position_of(self, optimizer: Optimizer) -> int:
         """Return the position of an optimizer's window; a new optimizer takes over one whose owner is gone."""
         position = self._positions.get(id(optimizer))
         if position is not None:
@@ -163,7 +170,7 @@ class Guard:
         taken = self._positions.values()
         position = next(index for index in range(len(taken) + 1) if index not in taken)
         if position == len(self._windows):
-            self._windows.append(self._restored(position, like()))
+            self._windows.append(self._saved_at(position))
             if position == _MANY:
                 warn_caller(
                     f"skip= has begun window {_MANY + 1}, one for each optimizer that is alive: if each iteration "
@@ -173,45 +180,61 @@ class Guard:
         return position
 
     def numbers(self) -> SavedWindows:
-        """Return the windows as plain values. Two host reads for each."""
-        return [*map(self._numbers_of, self._windows), *copy.deepcopy(self._saved[len(self._windows) :])]
+        """Return the windows as plain values. Two host reads for each that is on a device."""
+        return [*map(self._saved_of, self._windows), *copy.deepcopy(self._saved[len(self._windows) :])]
 
-    def _numbers_of(self, state: SpikeState) -> dict[str, _SavedWindow]:
-        backend, xp = registry.backend_for(state.values), array_namespace(state.values)
-        ends = backend.read(xp.concat([state.count, state.skipped]))
-        flat = xp.reshape(state.values, (-1,))
+    def _saved_of(self, windows: list[Window] | SpikeState) -> dict[str, _SavedWindow]:
+        pairs = zip(self.rule.of, self._numbers_of(windows), strict=True)
+        return {name: _SavedWindow(values=[*one.values], skipped=one.skipped) for name, one in pairs}
+
+    def _saved_at(self, position: int) -> list[Window]:
+        """Return saved windows, or empty ones."""
+        saved = self._saved[position] if position < len(self._saved) else {}
+        known = [saved.get(name, _SavedWindow(values=[], skipped=0)) for name in self.rule.of]
+        rule, rounded = self.rule, validation.round_to_float32
+        return [
+            Window((*map(rounded, one["values"][-rule.window :]),), min(one["skipped"], rule.patience)) for one in known
+        ]
+
+    def _numbers_of(self, windows: list[Window] | SpikeState) -> list[Window]:
+        """Return windows as numbers; two host reads for arrays."""
+        if not isinstance(windows, SpikeState):
+            return windows
+        backend, xp, rule = registry.backend_for(windows.values), array_namespace(windows.values), self.rule
+        ends = backend.read(xp.concat([windows.count, windows.skipped]))
+        flat = xp.reshape(windows.values, (-1,))
         bits = backend.bits(flat)
         if bits is None:
             values = [float(flat[index]) for index in range(flat.shape[0])]
         else:
             values = [validation.float32_from_bits(each) for each in backend.read(bits)]
-        saved: dict[str, _SavedWindow] = {}
-        for index, name in enumerate(self.rule.of):
-            end = (index + 1) * self.rule.window
-            saved[name] = {"values": values[end - ends[index] : end], "skipped": ends[len(self.rule.of) + index]}
-        return saved
+        last = [(index + 1) * rule.window for index in range(len(rule.of))]
+        counts, skipped = ends[: len(last)], ends[len(last) :]
+        return [Window((*values[end - n : end],), run) for end, n, run in zip(last, counts, skipped, strict=True)]
 
-    def load(self, saved: SavedWindows, put: _Put) -> None:
-        """Go on with saved windows, those of optimizers that have been met in the same arrays."""
-        self._saved = saved
-        self._windows = [put(one, self._restored(index, one.values)) for index, one in enumerate(self._windows)]
-
-    def _restored(self, position: int, like: Array) -> SpikeState:
-        """Return a saved window beside an array, or an empty one, of which nothing is sent to a device."""
+    def _arrays_of(self, windows: list[Window] | SpikeState, like: Array) -> SpikeState:
+        """Return windows as arrays beside another one; of empty ones nothing is sent to a device."""
+        if isinstance(windows, SpikeState):
+            return windows
         rule, xp, empty = self.rule, array_namespace(like), empty_windows(self.rule, like)
-        if position >= len(self._saved) or not self._saved[position]:
+        if not any(one.values or one.skipped for one in windows):
             return empty
-        saved = [self._saved[position].get(name, _SavedWindow(values=[], skipped=0)) for name in rule.of]
-        kept = [one["values"][-rule.window :] for one in saved]
         fields = (
-            [[*(values or [0.0])[:1] * (rule.window - len(values)), *values] for values in kept],
-            [len(values) for values in kept],
-            [min(one["skipped"], rule.patience) for one in saved],
+            [[*(one.values or (0.0,))[:1] * (rule.window - len(one.values)), *one.values] for one in windows],
+            [len(one.values) for one in windows],
+            [one.skipped for one in windows],
         )
         where = registry.backend_for(like).placement(like)
         return SpikeState(
             *(xp.asarray(rows, dtype=old.dtype, **on(where)) for rows, old in zip(fields, empty, strict=True))
         )
+
+    def load(self, saved: SavedWindows, put: _Put) -> None:
+        """Go on with saved windows, those of optimizers that have been met in the same arrays."""
+        self._saved = saved
+        for index, old in enumerate(self._windows):
+            new = self._saved_at(index)
+            self._windows[index] = put(old, self._arrays_of(new, old.values)) if isinstance(old, SpikeState) else new
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rule, self.numbers())
@@ -248,7 +271,7 @@ def _rounded(x: Array | float) -> Array | float:
     return x if is_array_api_obj(x) else validation.round_to_float32(x)
 
 
-def _beside(x: Array | float, like: Array) -> Array:
+def beside(x: Array | float, like: Array) -> Array:
     """Return a value of one element as a 0-d float32 on the device of another array; no host read."""
     xp = array_namespace(like)
     if not is_array_api_obj(x):

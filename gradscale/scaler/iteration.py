@@ -8,19 +8,19 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from array_api_compat import is_array_api_obj
 
 from gradscale.core.arithmetic import is_floating
-from gradscale.core.gradients import Listed, Request, named_gradients, no_optimizer
+from gradscale.core.gradients import Found, Listed, Request, named_gradients, no_optimizer
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
 from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict
 from gradscale.scaler.clipping import Clipping
-from gradscale.scaler.guard import Guard, Losses, Observation
+from gradscale.scaler.guard import Guard, Losses, Observation, beside
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, Tally, UpdateReport, step_report
@@ -336,7 +336,8 @@ class Iteration:
             if request is None:
                 clipping = self.parts.clipping
                 request = UNSCALING if clipping.max_norm is None else self.request(optimizer, clipping)
-                request = request._replace(divides=divides, is_read=divides and not groups)
+                is_read = divides and not groups and live.hooks.reads_verdict(optimizer)
+                request = request._replace(divides=divides, is_read=is_read)
             gradients = live.hooks.collect(optimizer, self._listed, request)
         except Exception:
             self._tell_of_failure(optimizer)
@@ -368,14 +369,19 @@ class Iteration:
                 self._tell_of_failure(optimizer)
             raise
         try:
+            late_loss, is_judged_late = None, False
             # If gradients are judged a second time their norm is not known any longer.
             if self.guard is not None and before[0] is Stage.READY:
-                turn.code = self._judge(self.guard, turn, optimizer, found.norm, state)
+                is_read = not groups and live.hooks.reads_verdict(optimizer)
+                late_loss, is_judged_late = self._judge(self.guard, turn, optimizer, found, state, is_read=is_read)
             if turn.refused:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
             scaled = not_scaled, is_unscaled
-            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, *scaled)
+            turn.pending = Pending(
+                live, agreement, found, state, groups, claim, self.number, turn.code, *scaled, loss=late_loss
+            )
+            turn.pending.is_judged_late = is_judged_late
         except Exception as error:
             if isinstance(error, GradscaleError):
                 agreement.failure = error
@@ -431,18 +437,30 @@ class Iteration:
             pending.refuse(turn.code)
 
     def _judge(
-        self, guard: Guard, turn: Turn, optimizer: Optimizer, norm: Array | None, state: ScaleState
-    ) -> Array | int:
-        """Return the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
+        self, guard: Guard, turn: Turn, optimizer: Optimizer, found: Found, state: ScaleState, *, is_read: bool
+    ) -> tuple[Array | float | None, bool]:
+        """Judge the loss and the norm; return the loss, and whether that is left to when the host has read them."""
+        backend, norm = self.live.backend, found.norm
         # The losses are this optimizer's, whether it is judged by them or not.
         loss, self.losses = self.losses.mean(), self.losses._replace(is_used=True)
+        turn.code = 0
         if turn.has_begun_to_step:
-            return 0
+            return None, False
+        if norm is not None and not isinstance(norm, float):
+            (norm,) = backend.peek((norm,)) or (norm,)
+        is_unknown = is_array_api_obj(loss) or is_array_api_obj(norm) or (norm is None and found.deferred is not None)
+        if is_unknown and is_read and backend.bits(state.scale) is not None:
+            return beside(loss, state.scale) if is_array_api_obj(loss) else loss, True
+        self._observe(guard, turn, optimizer, loss, norm, state)
+        return None, False
+
+    def _observe(self, guard: Guard, turn: Turn, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
+        """Set the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # Also if the step is refused, so that windows are in one order in each run.
-        turn.observation = guard.judge(optimizer, loss, norm, lambda: state.scale)
-        # Its reason is 0 or Reason.SPIKE, which is 1.
-        found: Array | int = 0 if turn.observation is None else turn.observation.reason
-        return found * claims.reason_code(Reason.SPIKE, self.agreement.rank())
+        turn.observation = guard.judge(optimizer, loss, norm, state.scale)
+        if turn.observation is not None and not turn.refused:
+            # Its reason is 0 or Reason.SPIKE, which is 1.
+            turn.code = turn.observation.reason * claims.reason_code(Reason.SPIKE, self.agreement.rank())
 
     def _tell_of_failure(self, optimizer: Optimizer) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
@@ -484,6 +502,13 @@ class Iteration:
                 if other.pending is not None and other.pending.is_unread:
                     other.pending.read()
             verdict = (pending.known if pending.override is None else None) or pending.read()
+            optimizer = turn.owner() if pending.is_judged_late and turn.owner is not None else None
+            if optimizer is not None and self.guard is not None:
+                pending.is_judged_late = False
+                self._observe(self.guard, turn, optimizer, pending.loss, pending.norm, pending.state)
+                if isinstance(turn.code, int) and turn.code:
+                    pending.refuse(turn.code)
+                    verdict = pending.read()
         except OF_ALL_RANKS as error:
             self.agreement.failure = error
             raise

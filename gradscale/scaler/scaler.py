@@ -14,7 +14,7 @@ from gradscale.core.arithmetic import NormOver
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
-from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, ScaleState
+from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer
 from gradscale.errors import (
     CallOrderError,
     GradscaleError,
@@ -681,14 +681,14 @@ class GradScaler:
             )
             raise InvalidValueError(msg)
         live, listed = self._parts.live, self._parts.listed
-
-        def one(like: Array) -> tuple[LiveState, ScaleState]:
-            unscaled = LiveState(_ONE, live.backend_for(like))
-            return unscaled, unscaled.current(like)
-
         # It refuses gradients that have no norm.
         live.hooks.norm_groups(optimizer, listed)
-        return live.hooks.collect(optimizer, listed, Request(clipping.max_norm, are_scaled=False)).clip(one)
+        gradients = live.hooks.collect(optimizer, listed, Request(clipping.max_norm, are_scaled=False))
+        like = gradients.like
+        if like is None:
+            return None
+        one = LiveState(_ONE, live.backend_for(like))
+        return gradients.unscale(one, one.current(like)).norm
 
     def _clipped_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

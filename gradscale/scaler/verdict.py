@@ -31,13 +31,15 @@ class Pending:
       None, and takes the place of the count. It overrules no spike and no refusal. ``is_placeholder``: nobody else
       has judged.
 
+    ``is_judged_late``: once the verdict is read, ``loss`` and ``norm`` are still to be judged.
+
     ``not_scaled``: the gradients of a rank that has never scaled a loss; ``is_unscaled``: it has, and not in this
     iteration.
     """
 
     known: Verdict | None = None
     override: Callable[[], Array | None] | None = None
-    is_placeholder = is_late = is_captured = False
+    is_placeholder = is_late = is_captured = is_judged_late = False
     _copy: HostRead | None = None
 
     def __init__(
@@ -52,6 +54,7 @@ class Pending:
         code: Array | int = 0,
         not_scaled: Presence | None = None,
         is_unscaled: bool = False,
+        loss: Array | float | None = None,
     ) -> None:
         self.found, self.state, self.groups = found, state, groups
         # Gradients of a state before a load say nothing of the one in force.
@@ -73,8 +76,15 @@ class Pending:
         norm = 0.0 if found.norm is None else found.norm
         if not isinstance(norm, float):
             (norm,) = live.backend.peek((norm,)) or (norm,)
-        self._norm = norm
-        if numbers is not None and isinstance(count, int) and isinstance(code, int) and isinstance(norm, float):
+        self._norm, self._loss = norm, loss
+        is_loss_known = loss is None or isinstance(loss, float)
+        if (
+            numbers is not None
+            and isinstance(count, int)
+            and isinstance(code, int)
+            and isinstance(norm, float)
+            and is_loss_known
+        ):
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             flags = Flags(count, at_min_scale, presence, scaled, code)
             if not groups:
@@ -155,10 +165,13 @@ class Pending:
         flags, bits, words = claims.unpack_alone(self._flags, values)
         # No other rank has contributed, so an impossible value is the array library's fault.
         scale = self._live.checked(bits).scale
+        if not (self._loss is None or isinstance(self._loss, float)):
+            *words, bits_of_loss = words
+            self._loss = float32_from_bits(bits_of_loss)
         if self.found.deferred is not None and self._is_unjudged:
             self._count, self._norm = self.found.deferred.judge(words, scale)
             flags = flags._replace(nonfinite=self._count)
-        elif words:
+        elif not isinstance(self._norm, float):
             self._norm = float32_from_bits(words[0])
         self._settle(flags.nonfinite, bits)
         found = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm())
@@ -178,6 +191,8 @@ class Pending:
         if not isinstance(self._norm, float):
             bits = live.backend.bits(self._norm)
             words.append(norm_bits(live.backend, self._norm) if bits is None else bits)
+        if not (self._loss is None or isinstance(self._loss, float)):
+            words.append(live.backend.bits(self._loss))
         return flags, claims.pack_alone(live.backend, state, flags, words)
 
     def _settle(self, count: int, bits: Sequence[int]) -> None:
@@ -188,16 +203,24 @@ class Pending:
             live.settle(self.state, bits)
 
     @property
+    def loss(self) -> float | None:
+        """The loss that the host judges, once the verdict is read."""
+        return None if self._loss is None else float(self._loss)
+
+    @property
+    def norm(self) -> float | None:
+        """The norm on this rank before clipping, once the verdict is read."""
+        return None if self.found.norm is None and self.found.deferred is None else float(self._norm)
+
+    @property
     def _is_unjudged(self) -> bool:
         """Whether the host judges the gradients by what it reads."""
         return self.found.deferred is not None and self.found.norm is None
 
     def _reported_norm(self) -> float | None:
-        if self.found.norm is None and self.found.deferred is None:
-            return None
-        norm = float(self._norm)
+        norm = self.norm
         # As it travels.
-        return norm if SMALLEST_NORMAL <= norm < math.inf else 0.0 if norm < 1.0 else math.inf
+        return norm if norm is None or SMALLEST_NORMAL <= norm < math.inf else 0.0 if norm < 1.0 else math.inf
 
     def start_reading(self) -> None:
         """Send the verdict on its way to the host, which does not wait for it."""

@@ -130,7 +130,10 @@ class FallsFast(gradscale.StaticScale):
 KINDS = [("SGD", {}), ("SGD", {"momentum": 0.5}), ("SGD-fused", {"momentum": 0.5}), ("AdamW-fused", {})]
 EXACT = ("float32", "float64", "complex64")
 DTYPES = (*EXACT, "bfloat16", "float16")
-SKIPPING = [None, None, gradscale.SkipSpikes(of="loss", above=10.0), gradscale.SkipSpikes(of="norm", above=8.0)]
+SKIPPING = [
+    *(gradscale.SkipSpikes(window=4, min_values=2, deviations=1.5, of=of) for of in ("loss", ("loss", "norm"))),
+    *(None, None, gradscale.SkipSpikes(of="loss", above=10.0), gradscale.SkipSpikes(of="norm", above=8.0)),
+]
 
 
 class Life:

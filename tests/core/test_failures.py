@@ -18,6 +18,8 @@ import gradscale
 from gradscale import BackendError, CallOrderError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler
 from gradscale.core.backend import Backend
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32
+from gradscale.policies.spikes import judge_number
+from gradscale.scaler import guard as guards
 from gradscale.scaler.agreement import Agreement
 from gradscale.testing import run_ranks
 
@@ -271,9 +273,17 @@ HUGE = np.full(3, 3e38, np.float32)
 
 @pytest.mark.parametrize("is_grid", [False, True], ids=["one group", "grid"])
 @pytest.mark.parametrize(
-    ("bad", "loss"), [("text", 1.0), (HUGE, 1.0), (np.ones(3, np.float32), 3e38)], ids=["text", "NumPy", "rule"]
+    ("bad", "loss"), [("text", 1.0), (HUGE, 1.0), (np.ones(3, np.float32), 666.0)], ids=["text", "NumPy", "rule"]
 )
-def test_a_rank_that_cannot_unscale_or_judge_is_told_of_whatever_step_is_next(bad: Any, loss: float, is_grid: bool):
+def test_a_rank_that_cannot_unscale_or_judge_is_told_of_whatever_step_is_next(
+    bad: Any, loss: float, is_grid: bool, monkeypatch: pytest.MonkeyPatch
+):
+    def judge(rule, window, x: float) -> bool:
+        if x == 666.0:
+            raise FloatingPointError
+        return judge_number(rule, window, x)
+
+    monkeypatch.setattr(guards, "judge_number", judge)
     groups, size = grid_of_threads(), 4 if is_grid else 2
 
     def rank(group):

@@ -12,7 +12,9 @@ from libraries import Library
 from tiers import examples
 
 from gradscale import InvalidTypeError, InvalidValueError, SkipSpikes
-from gradscale.policies.spikes import SpikeState
+from gradscale.core.arithmetic import has_float64
+from gradscale.core.validation import round_to_float32
+from gradscale.policies.spikes import SpikeState, Window, judge_number, learn_number
 
 # Pure functions, and many calls of them; see conftest.py.
 TRACED = LONG = True
@@ -97,6 +99,32 @@ def test_any_run_of_one_or_several_quantities_is_that_of_exact_numbers(arrays: L
             if chance.random() < 0.1:
                 state = SpikeState(*map(arrays.asarray, saved, FIELDS))
     assert min(counts[True], counts[False]) > 100
+
+
+def test_the_rule_for_numbers_is_that_for_arrays_bit_for_bit(arrays: Library):
+    if not has_float64(arrays.xp, None):
+        pytest.skip("the sums of a library without float64 are its own")
+    counts: collections.Counter[bool] = collections.Counter()
+    for seed in range(examples(400 if arrays.name == "numpy" else 40)):
+        chance = random.Random(seed)
+        # XLA takes subnormals for 0.
+        size, choice = 2.0 ** chance.choice([0, 0, 100, -100, *[-140] * ("jax" not in arrays.name)]), chance.choice
+        rule, kind = draw_rule(chance, size), choice(["any", "few", "normal"])
+        state, window = rule.init(arrays.asarray(0.0)), Window()
+        for _ in range(40):
+            # Of few values, many lie exactly on the bound.
+            drawn = {"any": draw_value(chance), "few": float(chance.randint(0, 3)), "normal": chance.gauss(3.0, 1.0)}
+            value = round_to_float32(drawn[kind] * size)
+            x = arrays.asarray(value)
+            told, is_spike = rule.judge(state, x), judge_number(rule, window, value)
+            assert arrays.item(told) == is_spike, (seed, rule, window, value)
+            counts[is_spike] += 1
+            is_skipped = choice([is_spike, is_spike, is_spike, False])
+            state = rule.learn(state, x, skipped=arrays.asarray(is_skipped, "bool"))
+            window = learn_number(rule, window, value, skipped=is_skipped)
+            values, count, skipped = (arrays.to_numpy(one).tolist() for one in state)
+            assert (tuple(values[rule.window - count :]), skipped) == window, (seed, rule)
+    assert min(counts[True], counts[False]) > 20
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -0.1, 1e30, 1e-30])
