@@ -215,6 +215,7 @@ def agree(
     axis_name: Hashable | Sequence[Hashable] | None = None,
     *,
     spike: jax.Array | None = None,
+    norm: jax.Array | None = None,
 ) -> Verdict:
     """Return one verdict for all ranks of named axes, and whether they hold one state; traceable, no host read.
 
@@ -233,6 +234,9 @@ def agree(
     spike : array, optional
         0-d bool: whether this rank sees a spike, such as ``gradscale.SkipSpikes().judge(window, loss)`` returns, or
         InvalidTypeError. If ``verdict.spike``, take no step and leave ``state`` as it is.
+    norm : array, optional
+        0-d float32: the norm that each rank clips by, of gradients that all hold; if ranks' differ by more than a
+        thousandth, ``verdict.desynced``.
 
     Examples
     --------
@@ -261,11 +265,13 @@ def agree(
             raise InvalidTypeError(msg)
         code = jnp.where(spike, claims.reason_code(claims.Reason.SPIKE, 0) - (lax.axis_index(axes) if axes else 0), 0)
     backend = registry.backend_for(state.scale)
-    message = claims.of_arrays(backend, policy, state, words, claims.Flags(nonfinite, code=code))
+    flags = claims.Flags(nonfinite, code=code)
+    message = claims.of_arrays(backend, policy, state, words, flags, 0.0 if norm is None else norm)
     if axes:
         message = lax.pmax(message, axes)
     found, (lowest, highest) = claims.flags_in(message), claims.bounds_in(message)
-    is_bad, desynced = found.nonfinite != 0, jnp.any(highest != lowest)
+    is_bad = found.nonfinite != 0
+    desynced = jnp.any(highest != lowest) | (claims.norms_differ_in(message) & jnp.logical_not(is_bad))
     at_min_scale = jnp.logical_and(found.at_min_scale != 0, is_bad)
     is_spike = jnp.logical_and(found.code != 0, jnp.logical_not(jnp.logical_or(is_bad, desynced)))
     return Verdict(found.nonfinite, desynced, at_min_scale, highest, lowest, is_spike)

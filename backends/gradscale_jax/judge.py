@@ -94,13 +94,21 @@ class Judge:
         return state if self._counts or self.skip is not None else state.scale_state
 
     def __call__(
-        self, nonfinite: jax.Array, grads: object, loss: object, before: GuardedState
+        self,
+        nonfinite: jax.Array,
+        grads: object,
+        loss: object,
+        before: GuardedState,
+        norm: jax.Array | None = None,
     ) -> tuple[Verdict, GuardedState]:
-        """Return the verdict on a step, and the state with other windows and another tally, and the same scale."""
+        """Return the verdict on a step, and the state with other windows and another tally, and the same scale.
+
+        ``norm``: of the gradients before they were clipped by it, if they were.
+        """
         windows, is_spike, tally = self._windows_of(before), None, before.tally
         if self.skip is not None and windows is not None:
-            values, is_spike = _judge(self.skip, windows, loss, grads)
-        verdict = agree(nonfinite, before.scale_state, self.policy, self.axis_name, spike=is_spike)
+            values, is_spike = _judge(self.skip, windows, loss, grads, norm)
+        verdict = agree(nonfinite, before.scale_state, self.policy, self.axis_name, spike=is_spike, norm=norm)
         if tally is not None:
             verdict = counted(verdict, tally, self._limits)
         if self.skip is not None and windows is not None:
@@ -127,15 +135,18 @@ class Judge:
         return SpikeState(*next(iter(state.windows.values()))) if shapes else None
 
 
-def _judge(rule: SkipSpikes, windows: SpikeState, loss: object, grads: object) -> tuple[jax.Array, jax.Array]:
+def _judge(
+    rule: SkipSpikes, windows: SpikeState, loss: object, grads: object, norm: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Return the values that a rule judges, NaN for a missing loss, and whether any is a spike; traceable."""
     found = {}
     if loss is not None and "loss" in rule.of:
         number = checked_loss(loss, "value must be the loss, a number or a real floating array of one element")
         found["loss"] = jnp.reshape(jnp.asarray(number, jnp.float32), ())
     if "norm" in rule.of:
-        leaves = [x for x in jax.tree.leaves(grads) if is_floating(x)]
-        found["norm"] = jnp.sqrt(sum_of_squares(leaves, windows.values)).astype(jnp.float32)
+        leaves = [x for x in jax.tree.leaves(grads) if norm is None and is_floating(x)]
+        squares = sum_of_squares(leaves, windows.values)
+        found["norm"] = jnp.sqrt(squares).astype(jnp.float32) if norm is None else norm
     if not found:
         msg = f"{rule!r} judges losses alone, and got none: call update(grads, opt_state, params, value=loss)"
         raise InvalidValueError(msg)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from gradscale import ScaleState, SkipSpikes, StaticScale
 from gradscale.core import validation
-from gradscale.core.arithmetic import UnitState, check_real_dtype
+from gradscale.core.arithmetic import UnitState, check_real_dtype, checked_norm
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
 from gradscale.policies.spikes import SpikeState
@@ -98,6 +98,7 @@ def scaled(
     *,
     axis_name: Hashable | Sequence[Hashable] | None = None,
     dtype: DTypeLike | None = None,
+    max_norm: float | None = None,
     skip: SkipSpikes | None = None,
     warn_after: int | None = None,
     give_up_after: int | None = None,
@@ -116,6 +117,11 @@ def scaled(
     dtype : dtype, optional
         Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters: float32
         for float16 parameters, in whose dtype the ``eps`` of Adam would be 0. Default: that of each gradient.
+    max_norm : float, optional
+        Clip the gradients to this global 2-norm, in the pass that judges them, in place of
+        ``optax.clip_by_global_norm``. A norm that is not finite is an overflow, and ``verdict.nonfinite`` is then 1 for
+        any number. Each rank of ``axis_name`` clips by the norm of its own gradients, which all hold: if the norms
+        differ, the ranks are ``desynced``. Default: none.
     skip : SkipSpikes, optional
         As for ``value_and_grad``, with the loss that ``update`` is given as ``value=``. Each rank of ``axis_name``
         judges its own values, and all skip together.
@@ -138,8 +144,9 @@ def scaled(
         From ``update``: for a state of another transformation or another ``skip``, for leaves that are no arrays, for a
         loss that is no number, or when the dtypes of the state of ``tx`` change in a step.
     InvalidValueError
-        From ``update``: when ``skip`` judges losses alone, and there is none. From ``init``: when it stands inside
-        another one, or inside ``optax.masked`` or ``optax.partition``, which would leave other gradients scaled.
+        For a negative ``max_norm``. From ``update``: when ``skip`` judges losses alone, and there is none. From
+        ``init``: when it stands inside another one, or inside ``optax.masked`` or ``optax.partition``, which would
+        leave other gradients scaled.
 
     Notes
     -----
@@ -159,6 +166,7 @@ def scaled(
     [0.5 0.5]
     """
     inner = _require_transformation(tx)
+    largest = None if max_norm is None else checked_norm(max_norm)
     judge = Judge(policy, axis_name, skip, warn_after=warn_after, give_up_after=give_up_after)
 
     def init(params: optax.Params) -> ScaledOptimizerState:
@@ -184,11 +192,15 @@ def scaled(
         state = jax.tree.map(trees.strong, state)
         known = trees.to_unscale_with(state.scale_state, policy)
         grads, nonfinite = trees.unscale(updates, known, dtype=dtype)
+        norm = None
+        if largest is not None:
+            # The compiler leaves out the count, which nothing uses then.
+            grads, nonfinite, norm = trees.clip(grads, known.scale, largest)
         if isinstance(known, UnitState):
             # A state of another policy may go on here: the loss was scaled by it once, and is not from now on.
             nonfinite = nonfinite + (known.scale != 1.0).astype(nonfinite.dtype)
         before = GuardedState(state.scale_state, state.gradscale_windows, state.verdict.tally)
-        verdict, after = judge(nonfinite, grads, extra_args.get("value"), before)
+        verdict, after = judge(nonfinite, grads, extra_args.get("value"), before, norm)
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
         _require_same_dtypes(state.inner_state, inner_state)
         with reading("an update of tx"):

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 import gradscale
 from gradscale import ScaleState, StaticScale
-from gradscale.core.arithmetic import UnitState
+from gradscale.core.arithmetic import UnitState, clip_factor, is_floating, multiply_arrays, sum_of_squares
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
 
 T = TypeVar("T")
@@ -63,6 +63,17 @@ def unscale(grads: T, state: ScaleState, *, dtype: DTypeLike | None = None) -> t
     leaves, structure = _flattened(grads)
     unscaled, nonfinite = gradscale.unscale(leaves, as_state(state), dtype=dtype)
     return structure.unflatten(unscaled), nonfinite
+
+
+def clip(grads: T, like: jax.Array, max_norm: float) -> tuple[T, jax.Array, jax.Array]:
+    """Return gradients clipped to a norm, 1 if that overflows, as for any that is not finite, else 0, and the norm."""
+    leaves, structure = _flattened(grads)
+    floating = [isinstance(x, jax.Array) and is_floating(x) for x in leaves]
+    chosen = [x for x, one in zip(leaves, floating, strict=True) if one]
+    norm, factor, overflows = clip_factor(sum_of_squares(chosen, like), max_norm)
+    clipped = iter(multiply_arrays(chosen, factor))
+    made: T = structure.unflatten([next(clipped) if one else x for x, one in zip(leaves, floating, strict=True)])
+    return made, overflows, norm
 
 
 def select(pred: jax.Array, on_true: T, on_false: T) -> T:

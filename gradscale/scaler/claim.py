@@ -328,8 +328,12 @@ def bounds_in(agreed: Array) -> tuple[Array, Array]:
 def differ_in(agreed: Array) -> Array:
     """Tell whether ranks hold different states, hashes or norms, 0-d; norms may after an overflow. No host read."""
     xp, (least, most) = array_namespace(agreed), bounds_in(agreed)
-    is_close = agreed[_NORM : _NORM + 1] + agreed[-1:] <= _CLOSE
-    return xp.logical_not(xp.logical_and(xp.all(least == most), xp.all(is_close)))
+    return xp.logical_or(xp.any(least != most), norms_differ_in(agreed))
+
+
+def norms_differ_in(agreed: Array) -> Array:
+    """Tell whether ranks hold norms that are not close, 0-d, as they may after an overflow. No host read."""
+    return array_namespace(agreed).any(agreed[_NORM : _NORM + 1] + agreed[-1:] > _CLOSE)
 
 
 def state_bits(values: Sequence[int]) -> Sequence[int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
+import re
 
 import numpy as np
 import pytest
 from axes import require
 from axes_jax import assert_same_bits, gradscale_jax, jax, jnp, mesh, on_mesh
 from recipe_blocks import JAX_PAGE, run_on
+from tiers import later
 
 import gradscale
 from gradscale import InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale, TrainingStalledError
@@ -267,3 +270,70 @@ def test_the_page_gives_up_after_exactly_20_with_the_state_of_before(names):
     with pytest.raises(TrainingStalledError, match=words):
         trained(names, left, weight=np.nan, log_every=1)
     assert len([*left]) == 20
+
+
+# Clipping.
+
+
+def clipping(max_norm: float, **options):
+    return gradscale_jax.scaled(SGD, POLICY, max_norm=max_norm, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", *later("ranks", "float16", "bfloat16", "complex64")])
+@pytest.mark.parametrize("max_norm", [1.0, *later("ranks", 0.0, 100.0)])
+def test_a_step_clips_as_float64_does_and_one_that_is_not_finite_is_skipped(dtype: str, max_norm: float):
+    tx, params = clipping(max_norm), {"w": jnp.zeros(3, dtype), "b": jnp.zeros(2)}
+    state, update = tx.init(params), jax.jit(tx.update)
+    values = {"w": np.asarray([3.0, -4.0, 0.5]), "b": np.asarray([12.0, -1.0])}
+    factor = min(1.0, max_norm / (math.sqrt(sum(float(np.sum(x**2)) for x in values.values())) + 1e-6))
+    scale = float(gradscale_jax.scale_state(state).scale)
+    grads = {name: jnp.asarray(x * scale, params[name].dtype) for name, x in values.items()}
+    updates, after = update(grads, state, params)
+    for name, x in values.items():
+        unit = jnp.finfo(params[name].dtype).eps
+        np.testing.assert_allclose(np.asarray(updates[name], np.complex128).real, -x * factor, rtol=2 * unit)
+    assert (int(after.skipped), int(after.verdict.nonfinite)) == (0, 0)
+    for bad in (math.nan, math.inf):
+        _, skipped = update(grads | {"w": grads["w"].at[1].set(bad)}, state, params)
+        assert (int(skipped.skipped), int(skipped.verdict.nonfinite)) == (1, 1)
+
+
+def test_clipping_takes_one_pass_and_a_rule_judges_the_norm_before():
+    params = {str(index): jnp.ones(8) for index in range(20)}
+    rule = SkipSpikes(window=4, min_values=2, of="norm")
+    tx = gradscale_jax.guarded(SGD, max_norm=1.0, skip=rule)
+    state = tx.init(params)
+    text = jax.jit(tx.update).lower(params, state, params).compile().as_text()
+    # One for each array; the chain of optax has two.
+    inside = gradscale_jax.guarded(optax.chain(optax.clip_by_global_norm(1.0), SGD))
+    other = jax.jit(inside.update).lower(params, inside.init(params), params).compile().as_text()
+    reduces = [len(re.findall(r" = f32\[\S* reduce\(| = pred\[\S* reduce\(", one)) for one in (text, other)]
+    assert reduces[0] < len(params) + 10 < 2 * len(params) <= reduces[1]
+    spikes = []
+    for factor in (1.0, 1.1, 0.9, 30.0, 1.0):
+        _, state = tx.update(jax.tree.map(lambda x, factor=factor: x * factor, params), state, params)
+        spikes.append(bool(state.verdict.spike))
+    assert spikes == [False, False, False, True, False]
+    assert float(state.windows.values.max()) == pytest.approx(1.1 * math.sqrt(160.0))
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_ranks_that_clip_by_other_norms_are_desynced_unless_one_overflows(bad: int | None):
+    tx = clipping(1.0, axis_name="data")
+    params = jnp.zeros(2)
+
+    def step(grads):
+        _, after = tx.update(grads, tx.init(params), params)
+        return after.verdict.desynced, after.verdict.finite, after.skipped
+
+    grads = jnp.asarray([[3.0, 4.0], [4.0, 3.0]])
+    assert [one.tolist() for one in jax.vmap(step, axis_name="data")(grads)] == [[False] * 2, [True] * 2, [0, 0]]
+    grads = grads.at[1].set(jnp.asarray([4.0, 3.1]))
+    grads = grads if bad is None else grads.at[bad, 0].set(jnp.inf)
+    desynced, finite, skipped = (one.tolist() for one in jax.vmap(step, axis_name="data")(grads))
+    assert (desynced, finite, skipped) == ([bad is None] * 2, [False] * 2, [1, 1])
+
+
+def test_a_negative_norm_is_refused():
+    with pytest.raises(InvalidValueError, match=r"max_norm must be .*at least 0.*got -1\.0"):
+        clipping(-1.0)
