@@ -173,8 +173,9 @@ class TensorGradients:
             elif is_one and norm is None:
                 flag_nonfinite(tensors, flags)
             else:
-                factor = inverse_of(divisor) if number is None or norm is not None else _inverse_of_number(number)
-                factor = factor.float() if request.are_scaled else factor
+                factor = _inverse_of_number(number) if number is not None and norm is None else inverse_of(divisor)
+                if norm is not None and request.are_scaled:
+                    factor = factor.float()
                 # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
                 flagged = norm is not None and not may_be_below_one and not self._parameters.meshes
                 unscale_in_place(tensors, factor, flags, again=may_be_below_one, flagged=flagged)
@@ -512,11 +513,11 @@ def _apply(
 
     Return whether the products were judged; a kernel judges what it multiplies.
     """
-    by = constant(1.0, device) if factor is None else factor
+    by = constant(1.0, device) if factor is None else factor.float()
     flag = flags.get(device)
     if flag is None:
-        flag = flags[device] = torch.zeros((), dtype=torch.float32, device=device)
-    if _apply_by_kernel(tensors, flag, by.float()):
+        flag = flags[device] = torch.zeros_like(by)
+    if _apply_by_kernel(tensors, flag, by):
         return False
     if factor is not None:
         _multiply(tensors, factor)
@@ -548,7 +549,8 @@ _refused: set[tuple[str, torch.dtype] | None] = set()
 
 def _apply_by_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> bool:
     """Multiply tensors and set a flag by torch's kernel; False if it has none for them on this device."""
-    kind = (flag.device.type, tensors[0].dtype) if tensors else None
+    is_usual = not tensors or (tensors[0].dtype is torch.float32 and flag.is_cpu)
+    kind = None if is_usual else (flag.device.type, tensors[0].dtype)
     # A device's kernel takes what float32 cannot hold for infinite.
     if kind in _refused or (kind is not None and kind[1] is torch.float64 and kind[0] != "cpu"):
         return False
@@ -557,7 +559,7 @@ def _apply_by_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> boo
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) or "not implemented for" in str(error):
             # To be refused again costs as much as to multiply.
-            _refused.add(kind)
+            _refused.update([] if kind is None else [kind])
             return False
         for index, tensor in enumerate(tensors):
             if torch._debug_has_internal_overlap(tensor) == 1:

@@ -43,6 +43,7 @@ _at_min_scale = operator.attrgetter("at_min_scale")
 
 UNSCALING = Request()
 """Divide and judge; do not clip."""
+_JUDGING = Request(divides=False)
 
 
 class Parts(NamedTuple):
@@ -334,10 +335,10 @@ class Iteration:
         groups = () if agreement.is_alone else agreement.usable_groups()
         try:
             if request is None:
-                clipping = self.parts.clipping
-                request = UNSCALING if clipping.max_norm is None else self.request(optimizer, clipping)
-                is_read = divides and not groups and live.hooks.reads_verdict(optimizer)
-                request = request._replace(divides=divides, is_read=is_read)
+                request = UNSCALING if divides else _JUDGING
+                if self.parts.clipping.max_norm is not None:
+                    is_read = divides and not groups and live.hooks.reads_verdict(optimizer)
+                    request = self.request(optimizer, self.parts.clipping)._replace(divides=divides, is_read=is_read)
             gradients = live.hooks.collect(optimizer, self._listed, request)
         except Exception:
             self._tell_of_failure(optimizer)

@@ -90,7 +90,9 @@ class Pending:
             if not groups:
                 if live.backend.is_shared:
                     live.require_possible(numbers[0])
-                self.known = verdict_from(flags, count, numbers[0])._replace(norm=self._reported_norm())
+                self.known = verdict_from(flags, count, numbers[0])
+                if found.norm is not None:
+                    self.known = self.known._replace(norm=self._reported_norm())
                 return
             values = claims.of_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
             self._ballot = agreement.send(groups, live.backend.integers(values, state.scale), number, claim, values)

@@ -671,3 +671,67 @@ def test_a_guard_is_torchs_scaler_to_frameworks_and_leaves_losses_as_they_are():
     guard, loss = StepGuard(), torch.ones((), dtype=torch.float16)
     assert guard.scale(loss) is loss
     assert isinstance(guard, TorchScaler)
+
+
+# Operations.
+
+
+class Told(torch.optim.Optimizer):
+    """Makes no step of its own, so that the scaler's operations alone are counted."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        """Do nothing."""
+
+
+class ToldFused(Told):
+    """Would divide and skip in its kernel."""
+
+    _step_supports_amp_scaling = True
+
+
+RULES = {of: gradscale.SkipSpikes(of=of.split(" and ")) for of in ("loss", "loss and norm")}  # type: ignore[arg-type]
+SCALES = {"init_scale": 1024.0, "growth_interval": 10**6}
+# Above any norm, and below it.
+ABOVE, BELOW = {"max_norm": 1e9}, {"max_norm": 1e-9}
+# The scaler, its options, whether the optimizer is fused, the gradients; most operations on the device, and waits.
+MOST = {
+    "torch's scaler": (TorchScaler, SCALES, False, "float32", 9, 1),
+    "torch's scaler, fused": (TorchScaler, SCALES, True, "float32", 9, 0),
+    "scaler": (GradScaler, SCALES, False, "float32", 7, 1),
+    "scaler, fused": (GradScaler, SCALES, True, "float32", 8, 0),
+    "scaler that clips": (GradScaler, SCALES | BELOW, False, "float32", 9, 1),
+    "guard": (StepGuard, {}, False, "float32", 4, 1),
+    "guard, bfloat16": (StepGuard, {}, False, "bfloat16", 6, 1),
+    "guard, fused": (StepGuard, {}, True, "float32", 5, 0),
+    "guard, norm is below": (StepGuard, ABOVE, False, "bfloat16", 5, 1),
+    "guard that clips": (StepGuard, BELOW, False, "float32", 6, 1),
+    "guard that clips bfloat16": (StepGuard, BELOW, False, "bfloat16", 6, 1),
+    "guard that clips, fused": (StepGuard, BELOW, True, "float32", 11, 0),
+    "guard, spikes of losses": (StepGuard, {"skip": RULES["loss"]}, False, "float32", 6, 1),
+    "guard, spikes, clips": (StepGuard, {"skip": RULES["loss and norm"], **BELOW}, False, "bfloat16", 8, 1),
+    "guard, spikes of losses, fused": (StepGuard, {"skip": RULES["loss"]}, True, "float32", 81, 0),
+}
+
+
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize(("make", "options", "is_fused", "dtype", "most", "waits"), MOST.values(), ids=MOST)
+def test_an_iteration_alone_makes_few_operations_and_as_many_waits_as_it_has_to(
+    cuda, make, options: dict[str, Any], is_fused: bool, dtype: str, most: int, waits: int
+):
+    kept = {"dtype": getattr(torch, dtype), "device": "cuda:0"}
+    parameters = [torch.nn.Parameter(torch.zeros(10, **kept)) for _ in range(30)]
+    for parameter in parameters:
+        parameter.grad = torch.full((10,), 1e-3, **kept)
+    scaler = make(**({} if make is StepGuard else {"device": "cuda"}), **options)
+    optimizer, loss = (ToldFused if is_fused else Told)(parameters), torch.ones((), device="cuda:0")
+    for _ in range(3):
+        before = cuda.launches
+        cuda.waits.clear()
+        scaler.scale(loss)
+        scaler.step(optimizer)
+        scaler.update()
+    # The first iterations make what is kept.
+    assert (cuda.launches - before <= most, len(cuda.waits)) == (True, waits), cuda.launches - before

@@ -21,6 +21,7 @@ _CASES = {
     "agreement": "agreement:rows",
     "torch-unscale": "torch_scalers:unscaling",
     "torch-clip": "torch_scalers:clipping",
+    "torch-guards": "torch_scalers:guards",
     "torch-sharded": "torch_scalers:sharded",
     "jax unscaling": "jax_scaling:unscaling",
     "cupy-copy": "cupy_unscaling:copies",

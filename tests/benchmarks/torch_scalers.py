@@ -15,6 +15,7 @@ from benchmarks.measure import STEADY, Idle, Row, by_the_clock, compared, interl
 
 _SMALL, _LARGE = (300, 10), (30, 1 << 20)
 _WORKER_LIMIT = 300.0  # seconds
+_LOSS = torch.ones(())
 
 
 def idle(*shapes: tuple[int, int]) -> Idle:
@@ -76,6 +77,41 @@ def clipping(quick: bool) -> list[Row]:
         case = f"torch unscale_(max_norm=), {_readable(*shapes)}, {{}} / unscale_, clip_grad_norm_"
         rows += compared(case, calls, rounds // (5 if quick else 1), target)
     return rows
+
+
+def guards(quick: bool) -> list[Row]:
+    """Time a guard against torch's scaler, and one that clips against what people write by hand."""
+    rows = []
+    for count, size, rounds, target in ((1, 10, 2001, 1.5), (300, 1000, 201, 0.6), (3000, 100, 41, 0.45)):
+        optimizer = idle((count, size))
+        parameters = optimizer.param_groups[0]["params"]
+        # Above any norm, so that gradients stay as they are from round to round.
+        one, other = gradscale_torch.StepGuard(max_norm=1e9), gradscale_torch.StepGuard()
+        scaler = torch.amp.GradScaler("cpu", **STEADY)
+        calls = {"guarded": partial(_guarded, one, optimizer), "peer": partial(_by_hand, parameters, optimizer)}
+        readable = f"{count} gradients of {size} elements"
+        case = f"torch StepGuard(max_norm=) iteration, {readable} / clip_grad_norm_, step"
+        rows += compared(case, calls, rounds // (5 if quick else 1), {"guarded": target})
+        calls = {"guarded": partial(_guarded, other, optimizer), "peer": partial(_scaled, scaler, optimizer)}
+        case = f"torch StepGuard iteration, {readable} / torch.amp's"
+        rows += compared(case, calls, rounds // (5 if quick else 1), {"guarded": 1.4 if count == 1 else 1.0})
+    return rows
+
+
+def _guarded(guard: Any, optimizer: Idle):
+    guard.step(optimizer)
+    guard.update()
+
+
+def _by_hand(parameters: list[torch.nn.Parameter], optimizer: Idle):
+    torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+    optimizer.step()
+
+
+def _scaled(scaler: Any, optimizer: Idle):
+    scaler.scale(_LOSS)
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def sharded(quick: bool) -> list[Row]:

@@ -84,7 +84,7 @@ class HostCuda:
     waits : list of str
         Which operations have made the host wait for a device.
     launches : int
-        How many operations there were, but for views.
+        How many operations on the devices there were, but for views, empty tensors and copies to the host.
     current : int
         The current device.
     graph : Graph or None
@@ -134,7 +134,6 @@ class HostCuda:
 
     def run(self, func, args, kwargs):
         """Run an operation of torch's."""
-        self.launches += not func.is_view
         if func is aten._to_copy.default:
             return self._copied(*args, **kwargs)
         if func is aten.copy_.default:
@@ -153,6 +152,7 @@ class HostCuda:
         if not devices:
             return func(*args, **kwargs)
         (home,) = devices
+        self.launches += not func.is_view and "empty" not in func.name()
         if func in _READS:
             self.wait(home, str(func))
         by_values = {id(one.values): one for one in tensors}
@@ -208,11 +208,13 @@ class HostCuda:
             return target
         if x is values:
             self._from_host(device, is_late=is_late)
+        self.launches += 1
         return DeviceTensor(self._launched(aten._to_copy.default, (values,), options), device)
 
     def copied_into(self, target: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
         """Overwrite a tensor on any device."""
         if isinstance(target, DeviceTensor):
+            self.launches += 1
             if x.device.type == "cpu" and x.dim():
                 self._from_host(target.device, is_late=non_blocking)
             self._launched(aten.copy_.default, (target.values, on_host(x)), {})
