@@ -94,12 +94,7 @@ class Judge:
         return state if self._counts or self.skip is not None else state.scale_state
 
     def __call__(
-        self,
-        nonfinite: jax.Array,
-        grads: object,
-        loss: object,
-        before: GuardedState,
-        norm: jax.Array | None = None,
+        self, nonfinite: jax.Array, grads: object, loss: object, before: GuardedState, norm: jax.Array | None = None
     ) -> tuple[Verdict, GuardedState]:
         """Return the verdict on a step, and the state with other windows and another tally, and the same scale.
 

@@ -130,10 +130,10 @@ def widened(x: Array) -> Array:
 def scaled(x: Array, factor: Array) -> Array:
     """Multiply a floating array by a 0-d float32 on its device; a 0-d one of half precision comes back as float32."""
     wide = multiply(widened(x), factor)
-    return wide if x.shape == () else _narrowed(wide, x.dtype)
+    return wide if x.shape == () else narrowed(wide, x.dtype)
 
 
-def _narrowed(wide: Array, dtype: object) -> Array:
+def narrowed(wide: Array, dtype: object) -> Array:
     """Round an array to a dtype; one that has it already is not copied."""
     return wide if wide.dtype == dtype else array_namespace(wide).astype(wide, dtype)
 
@@ -168,7 +168,7 @@ def unscale_arrays(
     for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
         wide = x if isinstance(state, UnitState) else multiply(multiply(widened(x), first(x)), second(x))
         stored_dtype = x.dtype if wanted_dtype is None or (kind_of(x) is Kind.COMPLEX and out is None) else wanted_dtype
-        stored = _narrowed(wide, stored_dtype)
+        stored = narrowed(wide, stored_dtype)
         unscaled.append(stored)
         nonfinite = nonfinite + nonfinite_flag(stored, home, wide)
     return unscaled, as_0d_array(state_xp, nonfinite)
@@ -196,7 +196,7 @@ def _widest(xp: Namespace, where: object) -> object:
 def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
     """Multiply floating arrays by a 0-d float32, rounded once to their dtypes: new arrays."""
     there = replicas(factor)
-    return [_narrowed(multiply(widened(x), there(x)), x.dtype) for x in arrays]
+    return [narrowed(multiply(widened(x), there(x)), x.dtype) for x in arrays]
 
 
 def checked_norm(max_norm: object) -> float:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
-from gradscale.core.arithmetic import device, has_float64, on
+from gradscale.core.arithmetic import device, has_float64, narrowed, on
 from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError, shown
 from gradscale.policies.dynamic import home_of
@@ -148,7 +148,7 @@ class SkipSpikes:
         if not is_array_api_obj(value):
             msg = f"a value must be an array, 0-d, beside those of the state, got {shown(value)}"
             raise InvalidTypeError(msg)
-        return xp.astype(value, xp.float32)[..., None]
+        return narrowed(value, xp.float32)[..., None]
 
     def judge(self, state: SpikeState, value: Array) -> Array:
         """Return whether a value is a spike beside those of a state, which is left as it is: 0-d bool. No host read.
@@ -182,7 +182,7 @@ class SkipSpikes:
             far = xp.abs(far)
         deviation = xp.sqrt(squares / (number - 1.0 + _TINY))
         bound = (deviation if unit is None else deviation * unit) * self.deviations
-        is_usual = xp.logical_and(xp.isfinite(x), far <= bound)
+        is_usual = xp.logical_and(_is_finite(x), far <= bound)
         return xp.logical_and(count >= self.min_values, xp.logical_not(is_usual))[..., 0]
 
     def learn(self, state: SpikeState, value: Array, *, skipped: Array | bool) -> SpikeState:
@@ -194,7 +194,7 @@ class SkipSpikes:
         values, xp = state.values, array_namespace(state.values)
         x = self._column(xp, state, value)
         count, run = state.count[..., None], state.skipped[..., None]
-        is_value = xp.isfinite(x)
+        is_value = _is_finite(x)
         enters, new_run = is_value, run * xp.astype(xp.logical_not(is_value), xp.int32)
         if skipped is not False:
             # True is an array that holds nothing else.
@@ -207,6 +207,11 @@ class SkipSpikes:
         entered = xp.where(count == 0, x, xp.concat([values[..., 1:], x], axis=-1))
         more = xp.astype(xp.logical_and(enters, count < self.window), xp.int32)
         return SpikeState(xp.where(enters, entered, values), (count + more)[..., 0], new_run[..., 0])
+
+
+def _is_finite(x: Array) -> Array:
+    """Tell whether float32 are finite; in some libraries isfinite is more operations."""
+    return array_namespace(x).abs(x) <= validation.LARGEST_FLOAT32
 
 
 class Window(NamedTuple):

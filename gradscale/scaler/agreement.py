@@ -278,17 +278,10 @@ class Agreement:
 
     # Messages.
 
-    def send(
-        self,
-        groups: Sequence[Collectives],
-        sent: Array,
-        number: int,
-        claim: Claim | None = None,
-        values: list[int] | None = None,
-    ) -> Ballot:
+    def send(self, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None = None) -> Ballot:
         """Start a message over groups in turn; over new ones wait until the ranks have compared their versions.
 
-        ``sent`` has the hash of ``claim`` over the first group. ``values``: the same as numbers, if the host has them.
+        ``sent`` has the hash of ``claim`` over the first group.
         """
         try:
             for one in groups:
@@ -296,7 +289,7 @@ class Agreement:
                 if id(group) not in _greeted and id(group) not in self._greeted:
                     self._greet(one, sent, number)
                     (_greeted if _is_weak(group) else self._greeted).put(group, True)
-            return Ballot(self, groups, sent, number, claim, values)
+            return Ballot(self, groups, sent, number, claim)
         except BaseException as error:
             self.lose(error, number)
             raise
@@ -330,17 +323,13 @@ class Agreement:
 class Ballot:
     """One message over the groups of a list in turn, from its start until the CPU has the answer."""
 
+    values: list[int] | None = None
+    """What was sent, as numbers, which the host that has them need not read."""
+
     def __init__(
-        self,
-        agreement: Agreement,
-        groups: Sequence[Collectives],
-        sent: Array,
-        number: int,
-        claim: Claim | None,
-        values: list[int] | None,
+        self, agreement: Agreement, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None
     ) -> None:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
-        self._values = values
         self._claims = [] if claim is None else [claim]
         self._hashes: list[tuple[int, ...]] = []
         if self._claims and len(groups) > 1:
@@ -379,8 +368,8 @@ class Ballot:
     def read(self, backend: Backend) -> tuple[list[int], list[int]]:
         """Return the answer and this rank's own message: one host read."""
         agreed = self.agreed(is_read=True)
-        if self._values is not None:
-            return backend.read(agreed), self._values
+        if self.values is not None:
+            return backend.read(agreed), self.values
         values = backend.read(array_namespace(agreed).concat([agreed, self.sent]))
         return values[: claims.LENGTH], values[claims.LENGTH :]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias, TypedDict
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, on
+from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, narrowed, on
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.errors import InvalidTypeError, shown, warn_caller
@@ -277,4 +277,4 @@ def beside(x: Array | float, like: Array) -> Array:
     if not is_array_api_obj(x):
         return xp.full_like(like, x, dtype=xp.float32)
     own = array_namespace(x)
-    return registry.backend_for(like).move(own.reshape(own.astype(x, own.float32), ()), like)
+    return registry.backend_for(like).move(own.reshape(narrowed(x, own.float32), ()), like)

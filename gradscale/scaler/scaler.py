@@ -36,7 +36,7 @@ from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, pol
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, Tally, callbacks_of, step_report, tell
 from gradscale.scaler.state import LiveState, checked_scale
-from gradscale.scaler.stepper import Step, find_closure, replace_closure
+from gradscale.scaler.stepper import Step
 
 _Outputs = TypeVar("_Outputs")
 
@@ -96,7 +96,7 @@ class GradScaler:
     max_norm : float, optional
         Clip each optimizer's gradients to this global 2-norm in ``step``, as torch's ``clip_grad_norm_`` does, or in
         ``unscale_`` if that is called. ``last_step(optimizer).norm`` is the norm before. A norm that is not finite is
-        an overflow. A disabled scaler clips, too.
+        an overflow. A disabled scaler clips, too, but InvalidValueError for a closure.
     norm_over : {"rank", "group"}, optional
         With ``max_norm`` over a group, as in ``unscale_``.
     skip : SkipSpikes, optional
@@ -292,7 +292,10 @@ class GradScaler:
             report = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
             self._parts.reports.record(optimizer, report)
             if self._parts.clipping.max_norm is not None:
-                args, kwargs = self._clipped_step(optimizer, args, kwargs)
+                if callable(kwargs.get("closure", next(iter(args), None))):
+                    msg = "a disabled scaler clips before the step, got a closure: clip in the closure itself"
+                    raise InvalidValueError(msg)
+                self._clip_unscaled(optimizer, self._parts.clipping)
             return optimizer.step(*args, **kwargs)
         if self._busy.locked():
             _forbid_call("step()")
@@ -689,23 +692,6 @@ class GradScaler:
             return None
         one = LiveState(_ONE, live.backend_for(like))
         return gradients.unscale(one, one.current(like)).norm
-
-    def _clipped_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Clip for a step of a disabled scaler, or return its arguments with a closure that does."""
-        clip = functools.partial(self._clip_unscaled, optimizer, self._parts.clipping)
-        closure = find_closure(optimizer, args, kwargs)
-        if closure is None:
-            clip()
-            return args, kwargs
-
-        def evaluate(*args: object, **kwargs: object) -> object:
-            loss = closure(*args, **kwargs)
-            clip()
-            return loss
-
-        return replace_closure(args, kwargs, evaluate)
 
     def _record(self, step: Step) -> None:
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn

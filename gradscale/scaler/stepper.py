@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -50,7 +50,7 @@ class Step:
         self.iteration, self.optimizer, self.args, self.kwargs = iteration, optimizer, args, kwargs
         self._record, self.owner, self._unscale = record, owner, unscale
         if args or kwargs:
-            self.closure = find_closure(optimizer, args, kwargs)
+            self.closure = self._find_closure()
 
     def __enter__(self) -> Step:
         iteration, optimizer = self.iteration, self.optimizer
@@ -64,7 +64,10 @@ class Step:
                 iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
             # A step that failed may have begun.
             turn.has_begun_to_step = False
-            self.args, self.kwargs = replace_closure(self.args, self.kwargs, self._evaluate)
+            if "closure" in self.kwargs:
+                self.kwargs = {**self.kwargs, "closure": self._evaluate}
+            else:
+                self.args = (self._evaluate, *self.args[1:])
         if own is not None:
             self.around = contextlib.ExitStack()
             self.around.enter_context(own)
@@ -104,6 +107,20 @@ class Step:
                 self.verdict = self.iteration.decline(self.turn, self.verdict)
             self._record(self)
         return is_over
+
+    def _find_closure(self) -> Callable[..., object] | None:
+        """Return the closure among the arguments: ``closure=``, or else the first positional one if callable."""
+        candidate = self.kwargs["closure"] if "closure" in self.kwargs else next(iter(self.args), None)
+        if candidate is None or callable(candidate):
+            return candidate
+        is_closure = "closure" in self.kwargs
+        # Some optimizers take other things, and some functions do not tell their arguments.
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
+            is_closure |= "closure" in [*inspect.signature(self.optimizer.step).parameters][:2]
+        if is_closure:
+            msg = f"a closure must be a function, got {shown(candidate)}: call step(optimizer); a loss goes to scale()"
+            raise InvalidTypeError(msg)
+        return None
 
     def _evaluate(self, *args: object, **kwargs: object) -> object:
         """Evaluate the closure, and unscale and judge its gradients; again at lower scales while they overflow."""
@@ -149,30 +166,6 @@ class Step:
             f"parameters from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)
-
-
-def find_closure(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Callable[..., object] | None:
-    """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
-    candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
-    if candidate is None or callable(candidate):
-        return candidate
-    is_closure = "closure" in kwargs
-    # Some optimizers take other things, and some functions do not tell their arguments.
-    with contextlib.suppress(TypeError, ValueError, AttributeError):
-        is_closure |= "closure" in [*inspect.signature(optimizer.step).parameters][:2]
-    if is_closure:
-        msg = f"a closure must be a function, got {shown(candidate)}: call step(optimizer); a loss goes to scale()"
-        raise InvalidTypeError(msg)
-    return None
-
-
-def replace_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[..., object]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a step with another closure."""
-    return (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((closure, *args[1:]), kwargs)
 
 
 @contextlib.contextmanager

@@ -95,7 +95,8 @@ class Pending:
                     self.known = self.known._replace(norm=self._reported_norm())
                 return
             values = claims.of_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
-            self._ballot = agreement.send(groups, live.backend.integers(values, state.scale), number, claim, values)
+            self._ballot = agreement.send(groups, live.backend.integers(values, state.scale), number, claim)
+            self._ballot.values = values
         else:
             xp = live.home
             if isinstance(count, int) and not self._is_unjudged:

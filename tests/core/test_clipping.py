@@ -61,6 +61,37 @@ def test_any_gradients_are_clipped_to_the_norm_of_all_together_and_an_overflow_c
     assert len(counts) == 4
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("is_enabled", [True, False], ids=["enabled", "disabled"])
+@pytest.mark.parametrize("max_norm", [2.0, 1e6], ids=["clips", "is above"])
+def test_a_step_clips_as_unscale_does_and_says_the_norm(arrays: Library, max_norm: float, is_enabled: bool):
+    for dtype in arrays.reals:
+        for bad in (1.0, math.inf):
+            ended = []
+            for own, given in (({}, {"max_norm": max_norm}), ({"max_norm": max_norm}, {})):
+                scaler = GradScaler(init_scale=8.0, enabled=is_enabled, **own)
+                scaler.scale(arrays.asarray(1.0))
+                optimizer = Tree([arrays.asarray(x, dtype) for x in ([24.0, -32.0], [4.0 * bad])])
+                if given:
+                    norm = scaler.unscale_(optimizer, **given)
+                made = scaler.step(optimizer)
+                ended.append((made, [arrays.to_numpy(x).tobytes() for x in optimizer.grads]))
+            report = scaler.last_step(optimizer)
+            assert ended[0] == ended[1] or not math.isfinite(bad)
+            assert report.skipped is (is_enabled and not math.isfinite(bad))
+            if is_enabled:
+                assert report.norm == (arrays.item(norm) if bad == 1.0 else math.inf)
+
+
+@pytest.mark.numpy
+def test_a_disabled_scaler_that_clips_refuses_a_closure():
+    optimizer, scaler = Tree([np.float32([3.0, 4.0])]), GradScaler(enabled=False, max_norm=1.0)
+    for call in (lambda: scaler.step(optimizer, lambda: None), lambda: scaler.step(optimizer, closure=lambda: None)):
+        with pytest.raises(gradscale.InvalidValueError, match="got a closure: clip in the closure itself"):
+            call()
+    assert (optimizer.grads[0].tolist(), optimizer.steps) == ([3.0, 4.0], 0)
+
+
 @pytest.mark.numpy
 @pytest.mark.parametrize("enabled", [True, False])
 def test_ranks_that_do_not_say_otherwise_clip_by_their_own_norm_with_a_disabled_scaler_too(enabled: bool):
