@@ -505,11 +505,12 @@ class Iteration:
             verdict = (pending.known if pending.override is None else None) or pending.read()
             optimizer = turn.owner() if pending.is_judged_late and turn.owner is not None else None
             if optimizer is not None and self.guard is not None:
-                pending.is_judged_late = False
                 self._observe(self.guard, turn, optimizer, pending.loss, pending.norm, pending.state)
                 if isinstance(turn.code, int) and turn.code:
                     pending.refuse(turn.code)
-                    verdict = pending.read()
+                # Last, so that a step after Ctrl-C judges again.
+                pending.is_judged_late = False
+                verdict = pending.read()
         except OF_ALL_RANKS as error:
             self.agreement.failure = error
             raise
