@@ -158,7 +158,9 @@ class TensorGradients:
                 if is_plain and request.is_read and number is None and not may_be_below_one:
                     self._parameters.left_scaled = request.are_scaled
                     deferred = DeferredClip(self._norm(scale.device)[0], tensors, request, self._parameters)
-                    return Found(0, None, len(tensors) > 0, request.are_scaled, deferred=deferred)
+                    # The devices, whose flags are the verdict's.
+                    devices = {device: constant(0.0, device) for device, _ in tensors}
+                    return Found(0, None, len(tensors) > 0, request.are_scaled, devices, deferred=deferred)
                 if is_plain and number is not None and all(device == CPU for device, _ in tensors):
                     return self._unscale_on_cpu(number)
                 divisor, norm = self._clipped(scale, request.max_norm, flags)
@@ -561,9 +563,7 @@ def _apply_by_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> boo
             # To be refused again costs as much as to multiply.
             _refused.update([] if kind is None else [kind])
             return False
-        for index, tensor in enumerate(tensors):
-            if torch._debug_has_internal_overlap(tensor) == 1:
-                raise overlap(index, tensor) from error
+        _raise_overlap(tensors, error)
         raise
     return True
 
@@ -573,7 +573,11 @@ def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
     wide = _computable(tensors)
     by = factor.to(torch.float32 if wide[0].itemsize == 2 else wide[0].dtype)
     if wide[0].itemsize > 2 or by.is_cpu:
-        torch._foreach_mul_(wide, by)
+        try:
+            torch._foreach_mul_(wide, by)
+        except RuntimeError as error:
+            _raise_overlap(wide, error)
+            raise
     else:
         # A device first rounds a factor without dimensions to the dtype of what has some, and calls a kernel for each
         # tensor if the factor has one: small ones are joined.
@@ -591,6 +595,13 @@ def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
 def _computable(tensors: list[Tensor]) -> list[Tensor]:
     """Return tensors of one dtype, those of 8 bits, which torch does not compute with, as float32."""
     return [one.float() for one in tensors] if tensors and tensors[0].itemsize == 1 else tensors
+
+
+def _raise_overlap(tensors: Sequence[Tensor], error: RuntimeError) -> None:
+    """Raise SharedMemoryError if that is why torch cannot write to a tensor."""
+    for index, tensor in enumerate(tensors):
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise overlap(index, tensor) from error
 
 
 def overlap(index: int, tensor: Tensor) -> SharedMemoryError:
@@ -625,7 +636,9 @@ def norm_of(groups: Groups, home: torch.device) -> Tensor:
 def _norm_of_one_kind(device: torch.device, tensors: list[Tensor]) -> Tensor:
     if device == CPU:
         return torch.tensor(norm_on_cpu({(CPU, tensors[0].dtype): tensors}), dtype=torch.float64, device=CPU)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=_widest(device))))
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack(torch._foreach_norm(_computable(tensors), 2, dtype=_widest(device)))
+    )
     return norm
 
 
@@ -635,7 +648,7 @@ def _widest(device: torch.device) -> torch.dtype:
 
 def norm_on_cpu(groups: Groups) -> float:
     """Return the 2-norm of all tensors together, where all are the CPU's."""
-    total = 0.0
+    total, groups = 0.0, {key: _computable(tensors) for key, tensors in groups.items()}
     for tensors in groups.values():
         small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
         joined = [_flatten_dense_tensors(small)] if len(small) > 1 else small  # type: ignore[no-untyped-call]

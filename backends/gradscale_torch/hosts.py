@@ -112,9 +112,13 @@ def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
         pending.is_placeholder = True
     if not isinstance(pending.override, Shown):
         home, flags = pending.state.scale.device, dict(pending.found.flags or {})
-        if pending.is_judged_late or (pending.groups and home.type == "cpu" and not pending.is_late):
+        if (
+            pending.is_judged_late
+            or pending.is_judged_by_host
+            or (pending.groups and home.type == "cpu" and not pending.is_late)
+        ):
             iteration.verdict(turn)
-        if pending.groups or not isinstance(turn.code, int) or turn.code:
+        if pending.groups or pending.is_judged_by_host or not isinstance(turn.code, int) or turn.code:
             flag = flag_of(pending, home)
             flags = {device: moved(flag, device).clone() for device in flags or [home]}
         pending.override = Shown(flags, home)

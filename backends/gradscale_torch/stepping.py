@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradscale.errors import warn_caller
+from gradscale.errors import InvalidValueError, warn_caller
 from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.stepper import Step, within_the_step
@@ -32,6 +32,12 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
             zero = torch.zeros((), dtype=torch.float32, device=home)
             return _fused_attributes(optimizer, getattr(optimizer, "grad_scale", None), zero)
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            if step.iteration.parts.clipping.max_norm is not None:
+                msg = (
+                    f"max_norm= cannot clip for {type(optimizer).__name__}, whose step takes grad_scaler= to unscale "
+                    f"by itself: have it read the attributes grad_scale and found_inf, or clip in its own step"
+                )
+                raise InvalidValueError(msg)
             warn_caller(
                 f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
                 f"attributes grad_scale and found_inf, which scalers set, instead",

@@ -370,19 +370,16 @@ class Iteration:
                 self._tell_of_failure(optimizer)
             raise
         try:
-            late_loss, is_judged_late = None, False
+            late: tuple[Array | float | None, bool] = None, False
             # If gradients are judged a second time their norm is not known any longer.
             if self.guard is not None and before[0] is Stage.READY:
                 is_read = not groups and live.hooks.reads_verdict(optimizer)
-                late_loss, is_judged_late = self._judge(self.guard, turn, optimizer, found, state, is_read=is_read)
+                late = self._judge(self.guard, turn, optimizer, found, state, is_read=is_read)
             if turn.refused:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
             scaled = not_scaled, is_unscaled
-            turn.pending = Pending(
-                live, agreement, found, state, groups, claim, self.number, turn.code, *scaled, loss=late_loss
-            )
-            turn.pending.is_judged_late = is_judged_late
+            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, *scaled, *late)
         except Exception as error:
             if isinstance(error, GradscaleError):
                 agreement.failure = error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.backend import HostRead
 from gradscale.core.gradients import Found, norm_bits
@@ -33,13 +33,15 @@ class Pending:
 
     ``is_judged_late``: once the verdict is read, ``loss`` and ``norm`` are still to be judged.
 
+    ``is_judged_by_host``: the host judges the gradients by the norm that it reads.
+
     ``not_scaled``: the gradients of a rank that has never scaled a loss; ``is_unscaled``: it has, and not in this
     iteration.
     """
 
     known: Verdict | None = None
     override: Callable[[], Array | None] | None = None
-    is_placeholder = is_late = is_captured = is_judged_late = False
+    is_placeholder = is_late = is_captured = False
     _copy: HostRead | None = None
 
     def __init__(
@@ -55,8 +57,9 @@ class Pending:
         not_scaled: Presence | None = None,
         is_unscaled: bool = False,
         loss: Array | float | None = None,
+        is_judged_late: bool = False,
     ) -> None:
-        self.found, self.state, self.groups = found, state, groups
+        self.found, self.state, self.groups, self.is_judged_late = found, state, groups, is_judged_late
         # Gradients of a state before a load say nothing of the one in force.
         self._rank, self._updates = agreement.rank, live.updates if state is live.state else -1
         count, scaled = found.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2
@@ -77,13 +80,15 @@ class Pending:
         if not isinstance(norm, float):
             (norm,) = live.backend.peek((norm,)) or (norm,)
         self._norm, self._loss = norm, loss
-        is_loss_known = loss is None or isinstance(loss, float)
+        # What the host reads at each read: a captured graph gives others, and after Ctrl-C it is read again.
+        self._reads_norm, self._reads_loss = not isinstance(norm, float), is_array_api_obj(loss)
+        self.is_judged_by_host = found.deferred is not None and found.norm is None
         if (
             numbers is not None
             and isinstance(count, int)
             and isinstance(code, int)
             and isinstance(norm, float)
-            and is_loss_known
+            and not self._reads_loss
         ):
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             flags = Flags(count, at_min_scale, presence, scaled, code)
@@ -99,7 +104,7 @@ class Pending:
             self._ballot.values = values
         else:
             xp = live.home
-            if isinstance(count, int) and not self._is_unjudged:
+            if isinstance(count, int) and not self.is_judged_by_host:
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
             flags = Flags(count, False, presence, scaled, code)
             if groups:
@@ -159,7 +164,7 @@ class Pending:
         self._settle(claims.verdict_of(agreed, sent).nonfinite, claims.state_bits(sent))
         found = ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
         self._hidden = claims.code_in(agreed) if found.reason else 0
-        if not isinstance(self._norm, float):
+        if self._reads_norm:
             self._norm = claims.norm_of(sent)
         return found._replace(norm=self._reported_norm())
 
@@ -168,13 +173,13 @@ class Pending:
         flags, bits, words = claims.unpack_alone(self._flags, values)
         # No other rank has contributed, so an impossible value is the array library's fault.
         scale = self._live.checked(bits).scale
-        if not (self._loss is None or isinstance(self._loss, float)):
+        if self._reads_loss:
             *words, bits_of_loss = words
             self._loss = float32_from_bits(bits_of_loss)
-        if self.found.deferred is not None and self._is_unjudged:
+        if self.found.deferred is not None and self.is_judged_by_host:
             self._count, self._norm = self.found.deferred.judge(words, scale)
             flags = flags._replace(nonfinite=self._count)
-        elif not isinstance(self._norm, float):
+        elif self._reads_norm:
             self._norm = float32_from_bits(words[0])
         self._settle(flags.nonfinite, bits)
         found = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm())
@@ -190,11 +195,11 @@ class Pending:
         live, state = self._live, self.state
         at_min_scale = live.policy.at_min_scale(state)
         flags = flags if at_min_scale is None else flags._replace(at_min_scale=at_min_scale)
-        words = [self.found.deferred.words] if self.found.deferred is not None and self._is_unjudged else []
-        if not isinstance(self._norm, float):
+        words = [self.found.deferred.words] if self.found.deferred is not None and self.is_judged_by_host else []
+        if self._reads_norm:
             bits = live.backend.bits(self._norm)
             words.append(norm_bits(live.backend, self._norm) if bits is None else bits)
-        if not (self._loss is None or isinstance(self._loss, float)):
+        if self._reads_loss:
             words.append(live.backend.bits(self._loss))
         return flags, claims.pack_alone(live.backend, state, flags, words)
 
@@ -214,11 +219,6 @@ class Pending:
     def norm(self) -> float | None:
         """The norm on this rank before clipping, once the verdict is read."""
         return None if self.found.norm is None and self.found.deferred is None else float(self._norm)
-
-    @property
-    def _is_unjudged(self) -> bool:
-        """Whether the host judges the gradients by what it reads."""
-        return self.found.deferred is not None and self.found.norm is None
 
     def _reported_norm(self) -> float | None:
         norm = self.norm

@@ -26,8 +26,9 @@ from tiers import examples, later
 from torch.amp.grad_scaler import OptState
 
 import gradscale
+from gradscale.scaler import guard as guards
 from gradscale.scaler.scaler import iteration_of
-from gradscale_torch import groups
+from gradscale_torch import gradients, groups
 
 pytestmark = pytest.mark.torch
 
@@ -735,3 +736,56 @@ def test_an_iteration_alone_makes_few_operations_and_as_many_waits_as_it_has_to(
         scaler.update()
     # The first iterations make what is kept.
     assert (cuda.launches - before <= most, len(cuda.waits)) == (True, waits), cuda.launches - before
+
+
+# What a step that clips leaves.
+
+
+@pytest.mark.parametrize("gradient", [1.0, math.inf], ids=["finite", "overflow"])
+def test_frameworks_see_the_verdict_on_a_step_that_clips(gradient: float):
+    run = run_on(GradScaler("cuda", init_scale=8.0, max_norm=1.0), "SGD", "cuda:0", "cuda:1")
+    run.give(gradient)
+    run.scaler.step(run.optimizer)
+    flags = run.scaler._found_inf_per_device(run.optimizer)
+    assert {str(device): flag.item() for device, flag in flags.items()} == dict.fromkeys(
+        ("cuda:0", "cuda:1"), float(gradient != 1.0)
+    )
+    run.scaler.update()
+
+
+@pytest.mark.parametrize("place", ["judge", "read"])
+def test_a_spike_is_judged_once_more_after_ctrl_c(monkeypatch: pytest.MonkeyPatch, place: str):
+    rule = gradscale.SkipSpikes(of=("loss", "norm"), above=5.0)
+    run = run_on(StepGuard(max_norm=1.0, skip=rule), "SGD", "cuda:0")
+    run.give(100.0)
+    before = run.held
+    run.scaler.scale(torch.ones((), device="cuda:0"))
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    target = (guards, "judge_number") if place == "judge" else (gradients.DeferredClip, "judge")
+    with monkeypatch.context() as patch:
+        patch.setattr(*target, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.scaler.step(run.optimizer)
+    run.scaler.step(run.optimizer)
+    assert (run.report.reason, run.held) == ("spike", before)
+    run.scaler.update()
+
+
+def test_the_norm_of_a_captured_step_is_that_of_the_last_replay(cuda):
+    run = run_on(GradScaler("cuda", init_scale=1.0, max_norm=100.0), "SGD-fused", "cuda:0")
+    run.give(1.0)
+    run.step()
+    loss = torch.ones((), device="cuda:0")
+    with cuda.capture() as graph:
+        run.scaler.scale(loss)
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+    norms = []
+    for factor in (1.0, 2.0, 3.0):
+        run.parameter.grad.fill_(factor)
+        graph.replay()
+        norms.append(run.report.norm)
+    assert norms == pytest.approx([math.sqrt(run.parameter.numel()) * factor for factor in (1.0, 2.0, 3.0)])

@@ -238,6 +238,44 @@ def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched(enab
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_gradients_of_8_bits_are_clipped(name: str):
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=getattr(torch, name)))
+    parameter.grad = torch.tensor([3.0, 4.0]).to(parameter.dtype)
+    scaler = GradScaler("cpu", init_scale=1.0, allow_fp16_grads=True, max_norm=1.0)
+    optimizer = Holding([{"params": [parameter]}])
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).norm == 5.0
+    assert parameter.grad.float().tolist() == torch.tensor([0.6, 0.8]).to(parameter.dtype).float().tolist()
+
+
+def test_a_gradient_that_overlaps_itself_later_is_refused_by_a_step_that_clips():
+    run = Small(GradScaler("cpu", init_scale=4.0, max_norm=1.0), size=3)
+    run.put(8.0)
+    run.scaler.scale(torch.ones(()))
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.parameter.grad = overlapping()
+    run.scaler.scale(torch.ones(()))
+    with pytest.raises(InvalidValueError, match="overlaps itself"):
+        run.scaler.step(run.optimizer)
+
+
+def test_an_optimizer_that_unscales_by_asking_the_scaler_cannot_be_clipped_for():
+    class Asking(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):  # noqa: ARG002
+            raise AssertionError
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    scaler, optimizer = GradScaler("cpu", max_norm=1.0), Asking([parameter])
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(InvalidValueError, match="max_norm= cannot clip for Asking"):
+        scaler.step(optimizer)
+
+
 # What torch refuses, or unscales wrongly.
 
 
