@@ -22,6 +22,7 @@ from gradscale.core.arithmetic import NormOver
 from gradscale.core.gradients import Request
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown, warn_caller
+from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, Watching, takes
 from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, step_of
@@ -264,7 +265,15 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         return norm
 
     @functools.partial(hosts.untraced, recursive=False)
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(
+        self,
+        optimizer: Optimizer,
+        *args: Any,
+        loss: Tensor | float | None = None,
+        norm: Tensor | float | None = None,
+        batch: Batch = None,
+        **kwargs: Any,
+    ) -> float | None:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 
         Parameters
@@ -274,6 +283,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             is always called, and skips in its kernel, by its attributes ``found_inf`` and ``grad_scale``.
         *args, **kwargs
             Passed on; a closure as in :meth:`gradscale.GradScaler.step`.
+        loss, norm, batch : optional
+            As in :meth:`gradscale.GradScaler.step`; ``norm`` as ``torch.nn.utils.clip_grad_norm_`` returns it, also a
+            DTensor.
 
         Returns
         -------
@@ -291,12 +303,15 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         BackendError; ``load_state_dict`` begins the iteration again.
         """
         if not self._enabled:
-            return super().step(optimizer, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().step(optimizer, *args, loss=loss, norm=norm, batch=batch, **kwargs)  # type: ignore[no-any-return]
+        inputs = checked_inputs(optimizer, loss, norm, batch, kwargs)
         self._join()
         # One that a subclass or a framework has put in its place is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
-        with call_of(self, "step()"):
-            step = step_of(self, optimizer, args, kwargs, None if is_own else self.unscale_)
+        lock = call_of(self, "step()")
+        self._end_if_over()
+        with lock:
+            step = step_of(self, optimizer, args, kwargs, inputs, None if is_own else self.unscale_)
             try:
                 with _Untraced(step):
                     if step.calls_optimizer:
@@ -305,9 +320,11 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             finally:
                 # Closed even if Ctrl-C came before the first line of the step's exit.
                 step.around = None
+        self._end_if_over()
         return step.returned  # type: ignore[no-any-return]
 
     update = hosts.untraced(gradscale.GradScaler.update)
+    _end_if_over = hosts.untraced(gradscale.GradScaler._end_if_over)
     refuse = hosts.untraced(gradscale.GradScaler.refuse)
     step_schedule = hosts.untraced(gradscale.GradScaler.step_schedule)
 

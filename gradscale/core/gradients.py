@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import tree, validation
-from gradscale.core.arithmetic import UnitState, as_0d_array, clip_factor_of, float32_bits, is_floating
+from gradscale.core.arithmetic import UnitState, as_0d_array, clip_factor_of, float32_bits, is_floating, narrowed
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import (
     Array,
@@ -203,6 +203,57 @@ class Gradients:
                 overflows = array_namespace(overflows).zeros_like(overflows)
         xp = array_namespace(nonfinite)
         return backend.multiply_in_place(arrays, factor), as_0d_array(xp, xp.maximum(nonfinite, overflows)), norm
+
+
+class GivenNorm:
+    """A norm in place of an optimizer's gradients, which are not looked at: the program has clipped them by it."""
+
+    is_touched = False
+
+    def __init__(
+        self,
+        norm: Array | float,
+        fallback: Callable[[], Array | None],
+        groups: Sequence[Collectives],
+        *,
+        is_read: bool,
+    ) -> None:
+        self._norm, self._fallback, self.groups, self._is_read = norm, fallback, groups, is_read
+
+    @property
+    def like(self) -> Array | None:
+        """The norm, or if that is a number an array of the optimizer."""
+        return self._norm if is_array_api_obj(self._norm) else self._fallback()
+
+    def unscale(self, live: Home, state: ScaleState) -> Found:
+        """Judge the norm; if the host reads the verdict, with that."""
+        norm, backend, xp = self._norm, live.backend, live.home
+        if is_array_api_obj(norm):
+            norm = backend.move(as_0d_array(xp, xp.reshape(narrowed(norm, xp.float32), ())), state.scale)
+            known = backend.peek((norm,))
+            if known is None:
+                if self._is_read and (bits := backend.bits(norm)) is not None:
+                    return Found(0, deferred=NormToRead(bits))
+                return Found(as_0d_array(xp, xp.astype(xp.logical_not(xp.isfinite(norm)), xp.int32)), norm)
+            (norm,) = known
+        norm = validation.round_to_float32(norm)
+        (scale,) = backend.peek((state.scale,)) or (None,)
+        return Found(0 if math.isfinite(norm) else 1, norm, scale=scale)
+
+
+class NormToRead(NamedTuple):
+    """A norm that the host reads with the verdict, in place of gradients that are divided then."""
+
+    words: Array
+    """Its bits."""
+
+    def judge(self, words: Sequence[int], scale: float) -> tuple[int, float]:  # noqa: ARG002
+        """Return 1 if it is not finite, else 0, and the norm."""
+        norm = validation.float32_from_bits(words[0])
+        return int(not math.isfinite(norm)), norm
+
+    def finish(self) -> None:
+        """Leave the gradients to the program."""
 
 
 def norm_bits(backend: Backend, norm: Array) -> Array:

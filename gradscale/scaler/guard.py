@@ -6,13 +6,13 @@ import copy
 import functools
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias, TypedDict
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, narrowed, on
+from gradscale.core.arithmetic import Kind, as_0d_array, device, kind_of, narrowed, nonfinite_flag, on
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.errors import InvalidTypeError, shown, warn_caller
@@ -41,6 +41,8 @@ class Losses(NamedTuple):
     number: int = 0
     is_used: bool = False
     """Whether an optimizer was judged by them, so that the next loss is another one's."""
+    judged: frozenset[int] = frozenset()
+    """The ``id()`` of each optimizer that was judged by them in an iteration before, and is not again."""
 
     def plus(self, loss: Array | float) -> Losses:
         """Return them with one more."""
@@ -52,6 +54,10 @@ class Losses(NamedTuple):
             return Losses(loss, 1)
         total = beside(self.total, loss) if is_array_api_obj(loss) else self.total
         return Losses(_rounded(total + loss), self.number + 1)
+
+    def of_others(self, optimizers: Iterable[int]) -> Losses:
+        """Return them for other optimizers than those with an ``id()`` among these."""
+        return self._replace(is_used=True, judged=self.judged.union(optimizers)) if self.number else self
 
     def mean(self) -> Array | float | None:
         """Return their mean; None if there are none."""
@@ -269,6 +275,13 @@ def _sequence(name: str, value: object, expected: str) -> Sequence[object]:
 def _rounded(x: Array | float) -> Array | float:
     """Return an array as it is, and a number as the nearest float32."""
     return x if is_array_api_obj(x) else validation.round_to_float32(x)
+
+
+def is_nonfinite(x: Array | float, like: Array) -> Array | int:
+    """Return 1 if a value is inf or NaN, else 0; of an array 0-d int32 beside another one."""
+    if not is_array_api_obj(x):
+        return int(not math.isfinite(x))
+    return nonfinite_flag(beside(x, like), device(like))
 
 
 def beside(x: Array | float, like: Array) -> Array:

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, NoReturn
 from array_api_compat import is_array_api_obj
 
 from gradscale.core.arithmetic import is_floating
-from gradscale.core.gradients import Found, Listed, Request, named_gradients, no_optimizer
+from gradscale.core.gradients import Collected, Found, GivenNorm, Listed, Request, named_gradients, no_optimizer
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
 from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict
 from gradscale.scaler.clipping import Clipping
-from gradscale.scaler.guard import Guard, Losses, Observation, beside
+from gradscale.scaler.guard import Guard, Losses, Observation, beside, is_nonfinite
+from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, Tally, UpdateReport, step_report
@@ -62,6 +63,8 @@ class Parts(NamedTuple):
     """Judges losses and norms; None if nothing does."""
     clipping: Clipping = Clipping()
     """How ``unscale_`` and ``step`` clip by default."""
+    is_guard: bool = False
+    """Whether a step ends its iteration, and an optimizer without gradients is no error."""
 
 
 class Stage(enum.Enum):
@@ -81,7 +84,8 @@ class Turn:
     some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun and was not
     made; ``is_overtaken``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
     ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank wants no step, if
-    so. ``code``: this rank's spike or refusal, as :func:`claim.reason_code`, or 0; ``Pending`` adds an overflow.
+    so. ``inputs``: what the program says of the step. ``code``: this rank's spike or refusal, as
+    :func:`claim.reason_code`, or 0; ``Pending`` adds an overflow.
     """
 
     owner: Callable[[], Optimizer | None] | None = None
@@ -93,6 +97,12 @@ class Turn:
     refused = Reason.STEPPED
     code: Array | int = 0
     observation: Observation | None = None
+    inputs: StepInputs | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the optimizer was unscaled, and its step is still to come."""
+        return self.stage is Stage.UNSCALED and (self.owner is None or self.owner() is not None)
 
     @property
     def is_over(self) -> bool:
@@ -131,7 +141,7 @@ class Iteration:
 
     def __init__(self, number: int, parts: Parts, steps_before: int = 0) -> None:
         self.number, self.parts, self.steps_before = number, parts, steps_before
-        self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard, _ = parts
+        self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard, *_ = parts
         self.steps: list[StepReport] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
@@ -210,6 +220,14 @@ class Iteration:
             self._by_id, self.turns = {}, []
         else:
             self.turns.remove(self._by_id.pop(identity))
+
+    def go_on_from(self, ended: Iteration) -> None:
+        """Go on with the loss of the iteration before, for other optimizers, and with refusals of steps to come."""
+        self.losses = ended.losses.of_others(i for i, turn in ended._by_id.items() if turn.stage is Stage.STEPPED)
+        for turn in ended.turns:
+            optimizer = turn.owner() if turn.owner is not None and turn.stage is Stage.READY else None
+            if optimizer is not None:
+                self.turn_of(optimizer).refused = turn.refused
 
     def look(self, losses: Iterable[Array | float]) -> None:
         """Look at losses, whose mean the guard judges the next optimizer by."""
@@ -300,6 +318,40 @@ class Iteration:
             self.check_late_verdicts()
         return turn
 
+    def take_inputs(self, turn: Turn, inputs: StepInputs, *, has_closure: bool) -> None:
+        """Judge an optimizer by what the program says of its step."""
+        loss, norm, _ = inputs
+        is_unscaled = turn.stage is Stage.UNSCALED
+        if has_closure and (loss is not None or norm is not None):
+            msg = "step() with a closure takes no loss= and no norm=: scale() is given the loss of each evaluation"
+            raise InvalidValueError(msg)
+        if norm is not None and self.parts.clipping.max_norm is not None:
+            msg = "norm= is the norm of gradients that the program has clipped, got a scaler that clips by max_norm="
+            raise InvalidValueError(msg)
+        if norm is not None and not is_unscaled and not self.live.never_scales:
+            self.wrong_order(
+                "step(norm=) needs the norm of unscaled gradients: call unscale_() before they are clipped"
+            )
+        if is_unscaled and turn.inputs is None:
+            if norm is None and loss is not None:
+                self.wrong_order(
+                    "step(loss=) was called after unscale_(), which has judged the step: give scale() loss="
+                )
+            if (
+                turn.pending is not None
+                and norm is not None
+                and not (turn.pending.groups and self.verdict(turn).reason)
+            ):
+                # Its norm judges the gradients once more.
+                turn.stage = Stage.READY
+        elif is_unscaled:
+            # The step has failed, and judges nothing again.
+            return
+        if loss is not None:
+            self.losses = Losses()
+            self.look([loss])
+        turn.inputs = inputs
+
     def check_late_verdicts(self, *, waits: bool = False) -> None:
         """Look at late verdicts that have arrived, or all: ranks may differ, and the scale is known for a while."""
         for step in self.reports.poll(waits=waits):
@@ -339,7 +391,8 @@ class Iteration:
                 if self.parts.clipping.max_norm is not None:
                     is_read = divides and not groups and live.hooks.reads_verdict(optimizer)
                     request = self.request(optimizer, self.parts.clipping)._replace(divides=divides, is_read=is_read)
-            gradients = live.hooks.collect(optimizer, self._listed, request)
+            norm = None if turn.inputs is None else turn.inputs.norm
+            gradients = self._collected(optimizer, request, norm)
         except Exception:
             self._tell_of_failure(optimizer)
             raise
@@ -355,7 +408,7 @@ class Iteration:
                 self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
             is_excused = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
             if self.guard is not None and not is_excused:
-                has_loss, has_norm = self.losses.number > 0, request.max_norm is not None
+                has_loss, has_norm = self.losses.number > 0, request.max_norm is not None or norm is not None
                 self.mistakes.look_for_values(self.guard.rule.of, has_loss=has_loss, has_norm=has_norm)
         before = turn.stage, turn.pending
         turn.stage, turn.pending, turn.is_overtaken = Stage.UNSCALED, None, False
@@ -372,9 +425,9 @@ class Iteration:
         try:
             late: tuple[Array | float | None, bool] = None, False
             # If gradients are judged a second time their norm is not known any longer.
-            if self.guard is not None and before[0] is Stage.READY:
+            if (self.guard is not None or turn.inputs is not None) and before[0] is Stage.READY:
                 is_read = not groups and live.hooks.reads_verdict(optimizer)
-                late = self._judge(self.guard, turn, optimizer, found, state, is_read=is_read)
+                late = self._judge(turn, optimizer, found, state, is_read=is_read)
             if turn.refused:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
@@ -391,6 +444,15 @@ class Iteration:
             turn.stage, turn.pending = Stage.READY, None
             self._forbid_unscaled(turn, " on any rank")
         return found.norm
+
+    def _collected(self, optimizer: Optimizer, request: Request, norm: Array | float | None) -> Collected:
+        """Return an optimizer's gradients, or the norm that the program has clipped them by."""
+        hooks = self.live.hooks
+        if norm is None:
+            return hooks.collect(optimizer, self._listed, request)
+        groups = hooks.groups_of(optimizer)
+        is_read = self.agreement.is_alone and not groups and request.divides and hooks.reads_verdict(optimizer)
+        return GivenNorm(norm, lambda: hooks.collect(optimizer, self._listed, UNSCALING).like, groups, is_read=is_read)
 
     def _forbid_unscaled(self, turn: Turn, where: str = "") -> NoReturn:
         if turn.by_closure:
@@ -435,12 +497,13 @@ class Iteration:
             pending.refuse(turn.code)
 
     def _judge(
-        self, guard: Guard, turn: Turn, optimizer: Optimizer, found: Found, state: ScaleState, *, is_read: bool
+        self, turn: Turn, optimizer: Optimizer, found: Found, state: ScaleState, *, is_read: bool
     ) -> tuple[Array | float | None, bool]:
         """Judge the loss and the norm; return the loss, and whether that is left to when the host has read them."""
         backend, norm = self.live.backend, found.norm
         # The losses are this optimizer's, whether it is judged by them or not.
-        loss, self.losses = self.losses.mean(), self.losses._replace(is_used=True)
+        loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
+        self.losses = self.losses._replace(is_used=True)
         turn.code = 0
         if turn.has_begun_to_step:
             return None, False
@@ -449,16 +512,19 @@ class Iteration:
         is_unknown = is_array_api_obj(loss) or is_array_api_obj(norm) or (norm is None and found.deferred is not None)
         if is_unknown and is_read and backend.bits(state.scale) is not None:
             return beside(loss, state.scale) if is_array_api_obj(loss) else loss, True
-        self._observe(guard, turn, optimizer, loss, norm, state)
+        self._observe(turn, optimizer, loss, norm, state)
         return None, False
 
-    def _observe(self, guard: Guard, turn: Turn, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
+    def _observe(self, turn: Turn, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
         """Set the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # Also if the step is refused, so that windows are in one order in each run.
-        turn.observation = guard.judge(optimizer, loss, norm, state.scale)
-        if turn.observation is not None and not turn.refused:
-            # Its reason is 0 or Reason.SPIKE, which is 1.
-            turn.code = turn.observation.reason * claims.reason_code(Reason.SPIKE, self.agreement.rank())
+        turn.observation = None if self.guard is None else self.guard.judge(optimizer, loss, norm, state.scale)
+        # 0 or Reason.SPIKE, which is 1.
+        reason: Any = 0 if turn.observation is None else turn.observation.reason
+        if turn.inputs is not None and turn.inputs.loss is not None:
+            reason = reason | is_nonfinite(loss, state.scale)
+        if not turn.refused:
+            turn.code = reason * claims.reason_code(Reason.SPIKE, self.agreement.rank())
 
     def _tell_of_failure(self, optimizer: Optimizer) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
@@ -501,8 +567,8 @@ class Iteration:
                     other.pending.read()
             verdict = (pending.known if pending.override is None else None) or pending.read()
             optimizer = turn.owner() if pending.is_judged_late and turn.owner is not None else None
-            if optimizer is not None and self.guard is not None:
-                self._observe(self.guard, turn, optimizer, pending.loss, pending.norm, pending.state)
+            if optimizer is not None:
+                self._observe(turn, optimizer, pending.loss, pending.norm, pending.state)
                 if isinstance(turn.code, int) and turn.code:
                     pending.refuse(turn.code)
                 # Last, so that a step after Ctrl-C judges again.
@@ -552,10 +618,14 @@ class Iteration:
             turn.stage, turn.pending = Stage.READY, None
             self.reports.record(optimizer, StepReport(True, verdict.scale, 0, "no gradients", self.number))
             ranks = "" if self.agreement.is_alone else " on any rank"
-            self.wrong_order(
+            what = (
                 f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks}: "
                 f"{NO_GRADIENTS}. Nothing was stepped"
             )
+            if not self.parts.is_guard:
+                self.wrong_order(what)
+            self.scaled = False
+            self.mistakes.warn_of_no_gradients(what)
         return verdict
 
     def forbid_untold_refusal(self, turn: Turn, optimizer: Optimizer) -> None:
@@ -587,8 +657,9 @@ class Iteration:
         live = self.live
         if self.agreement.failure is not None:
             raise self.agreement.failure
+        is_over = self.parts.is_guard and self.is_over
         for turn in self.turns:
-            if turn.refused and turn.stage is Stage.READY and new_scale is None:
+            if turn.refused and turn.stage is Stage.READY and new_scale is None and not is_over:
                 self.wrong_order(
                     "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
                     "same object, which then makes no step, or end the iteration with update(get_scale())"
@@ -739,6 +810,11 @@ class Iteration:
         """Whether no optimizer's turn has begun, here or, as far as is known, on another rank."""
         has_begun = (turn.refused or turn.stage is not Stage.READY for turn in self.turns)
         return self.agreement.failure is None and not self.is_inside_closure and not any(has_begun)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a step was made or skipped, and no other one has begun that is still to come."""
+        return any(turn.is_over for turn in self.turns) and not any(turn.is_awaited for turn in self.turns)
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError in mid-iteration."""

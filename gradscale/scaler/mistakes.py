@@ -12,7 +12,7 @@ class Mistakes:
     """Warns of what a loop has probably left out, of each but missing gradients once."""
 
     knows_unscaled_loss = False
-    _knows_nothing_to_judge = False
+    _knows_nothing_to_judge = _knows_no_gradients = False
 
     def tell_of_no_scale(self, iteration: int, of: str) -> None:
         """Warn of gradients of an optimizer, or of all ranks, that are divided in an iteration without ``scale``."""
@@ -35,6 +35,12 @@ class Mistakes:
                 f"skip= judges {' and '.join(of)}, and found nothing in this step: for the loss give "
                 f"scale() an array of one element, or loss=; for the norm call unscale_() with max_norm="
             )
+
+    def warn_of_no_gradients(self, what: str) -> None:
+        """Warn of a guard's step without gradients, which does nothing, as that of a bare optimizer."""
+        if not self._knows_no_gradients:
+            warn_caller(f"{what}. (Said once.)")
+            self._knows_no_gradients = True
 
     def tell_of_no_gradients(self) -> None:
         """Warn of a late verdict: each rank would raise an error at another call, and the others would wait."""

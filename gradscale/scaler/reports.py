@@ -17,6 +17,7 @@ from gradscale.errors import (
     warn_caller,
 )
 from gradscale.scaler.claim import HELD, Reason, Verdict
+from gradscale.scaler.inputs import Batch
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.verdict import Pending
 
@@ -48,7 +49,10 @@ class StepReport(NamedTuple):
         The lowest rank with this reason, for a skipped step; None for an overflow that ranks have counted on devices.
     norm : float or None
         The 2-norm of this rank's gradients before they were clipped, if ``max_norm`` was given, or with
-        ``norm_over="group"`` of all ranks'; inf if it is not finite. Of a closure, that of its last evaluation.
+        ``norm_over="group"`` of all ranks', or what ``step(norm=)`` was given; inf if it is not finite. Of a closure,
+        that of its last evaluation.
+    batch : int, str, tuple of these, or None
+        What ``step(batch=)`` was given.
 
     Examples
     --------
@@ -69,6 +73,7 @@ class StepReport(NamedTuple):
     overflow: OverflowReport | None = None
     by: int | None = None
     norm: float | None = None
+    batch: Batch = None
 
 
 class UpdateReport(NamedTuple):
@@ -147,10 +152,11 @@ class Deferred(NamedTuple):
 
     pending: Pending
     iteration: int
+    batch: Batch = None
 
     def report(self) -> StepReport:
         """Read the verdict, and return the report of the step."""
-        return step_report(self.pending.read(), self.iteration)
+        return step_report(self.pending.read(), self.iteration, batch=self.batch)
 
 
 class Reports:
@@ -216,9 +222,9 @@ class Reports:
         if report.skipped and self.on_skip and rank is not None:
             _call(self.on_skip, report, rank())
 
-    def record_later(self, optimizer: object, iteration: int, pending: Pending) -> None:
+    def record_later(self, optimizer: object, iteration: int, pending: Pending, batch: Batch = None) -> None:
         """Keep a step whose verdict the CPU has not read; the history leaves out those of captured graphs."""
-        entry = Deferred(pending, iteration)
+        entry = Deferred(pending, iteration, batch)
         self._last.put(optimizer, entry)
         if not pending.is_captured:
             self.under_way.append(entry)
@@ -239,14 +245,18 @@ class Reports:
 
 
 def step_report(
-    verdict: Verdict, iteration: int, retries: int = 0, overflow: OverflowReport | None = None
+    verdict: Verdict,
+    iteration: int,
+    retries: int = 0,
+    overflow: OverflowReport | None = None,
+    batch: Batch = None,
 ) -> StepReport:
     """Return the report of a step that was made or skipped, by its verdict."""
     why, by, nonfinite, local_nonfinite, _, scale, *_, norm = verdict
     if not why:
-        return StepReport(False, scale, 0, "stepped", iteration, retries, norm=norm)
+        return StepReport(False, scale, 0, "stepped", iteration, retries, norm=norm, batch=batch)
     name = REASONS[why].name
-    return StepReport(True, scale, nonfinite, name, iteration, retries, local_nonfinite, overflow, by, norm)
+    return StepReport(True, scale, nonfinite, name, iteration, retries, local_nonfinite, overflow, by, norm, batch)
 
 
 def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, rank: int) -> None:

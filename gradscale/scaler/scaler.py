@@ -27,9 +27,11 @@ from gradscale.errors import (
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.claim import Reason
 from gradscale.scaler.clipping import Clipping, checked_clipping
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
+from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
 from gradscale.scaler.iteration import UNSCALING, Iteration, Parts, Stage
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
@@ -139,6 +141,7 @@ class GradScaler:
         self._assemble(parts, validation.boolean("enabled", options.get("enabled", True)))
 
     def _assemble(self, parts: Parts, enabled: bool, number: int = 1, steps: int = 0) -> None:
+        parts = parts._replace(is_guard=isinstance(self, StepGuard))
         self._parts, self._enabled = parts, enabled
         # Types and dtypes of single arrays that are floating ones of the state's library.
         self._met: set[tuple[type, object]] = set()
@@ -191,8 +194,8 @@ class GradScaler:
             scaled = parts.live.hooks.map_outputs(outputs, self._home_for, multiply)
         if given is not None:
             iteration.look([given])
-        elif loss is False and not iteration.losses.number:
-            iteration.losses = iteration.losses._replace(is_used=True)
+        elif loss is False and (iteration.losses.is_used or not iteration.losses.number):
+            iteration.losses = Losses(is_used=True)
         return scaled
 
     @overload
@@ -253,7 +256,15 @@ class GradScaler:
             request = UNSCALING if clipping.max_norm is None else iteration.request(optimizer, clipping)
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
 
-    def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
+    def step(
+        self,
+        optimizer: Optimizer,
+        *args: object,
+        loss: Array | float | None = None,
+        norm: Array | float | None = None,
+        batch: Batch = None,
+        **kwargs: object,
+    ) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 
         Parameters
@@ -263,7 +274,16 @@ class GradScaler:
         *args, **kwargs
             Passed on. A closure, first positional or ``closure=``, zeroes the gradients, computes the loss, scales it
             with ``scale`` and makes the backward pass; the scaler unscales after each evaluation, and evaluates again
-            at a lower scale when a gradient is not finite.
+            at a lower scale when a gradient is not finite. So are the next three, if its ``step`` names them.
+        loss : number or array of one element, optional
+            The loss of this step, judged by ``skip`` in place of those that ``scale`` was given. If it is not finite
+            the step is skipped for a spike, also without a rule. InvalidValueError with a closure.
+        norm : number or array of one element, optional
+            The 2-norm of the unscaled gradients, if the program has clipped them: it is judged, and the gradients are
+            not looked at. Over a group that of the whole model, which may differ by a thousandth. A scaler needs
+            ``unscale_`` before; InvalidValueError with a closure, or beside ``max_norm``.
+        batch : int, str, or list of these, optional
+            What the batch is called, for ``last_step(optimizer).batch`` and logs.
 
         Returns
         -------
@@ -288,8 +308,9 @@ class GradScaler:
         -----
         One host read, whatever the number of devices, dtypes and parameters; one for each evaluation of a closure.
         """
+        inputs = checked_inputs(optimizer, loss, norm, batch, kwargs)
         if not self._enabled:
-            report = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
+            report = StepReport(False, 1.0, 0, "disabled", self._iteration.number, batch=inputs and inputs.batch)
             self._parts.reports.record(optimizer, report)
             if self._parts.clipping.max_norm is not None:
                 if callable(kwargs.get("closure", next(iter(args), None))):
@@ -299,10 +320,17 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
         if self._busy.locked():
             _forbid_call("step()")
-        with self._busy, Step(self._iteration, optimizer, args, kwargs, self._record) as step:
+        self._end_if_over()
+        with self._busy, Step(self._iteration, optimizer, args, kwargs, self._record, inputs) as step:
             if step.calls_optimizer:
                 step.returned = optimizer.step(*step.args, **step.kwargs)
+        self._end_if_over()
         return step.returned
+
+    def _end_if_over(self) -> None:
+        """End a guard's iteration once no step of it is to come; Ctrl-C may have left it to the next step."""
+        if self._parts.is_guard and self._iteration.is_over:
+            GradScaler.update(self)
 
     def refuse(self, optimizer: Optimizer) -> None:
         """Skip the next step of an optimizer on all ranks.
@@ -364,7 +392,10 @@ class GradScaler:
                 steps += turn.is_over and not turn.is_declined
                 if turn.left_out is not None:
                     told.append(step_report(turn.left_out, ended.number))
-            self._iteration = Iteration(ended.number + 1, parts, steps)
+            following = Iteration(ended.number + 1, parts, steps)
+            if parts.is_guard and ended.is_over:
+                following.go_on_from(ended)
+            self._iteration = following
             for step in told:
                 parts.tally.note(step)
             try:
@@ -640,7 +671,11 @@ class GradScaler:
         if not is_kept:
             # The copy has no gradients of its own.
             parts.live.begin_anew()
-        losses, steps = losses._replace(total=float(losses.total)), iteration.steps_before
+        # The optimizers of a copy are others.
+        losses, steps = (
+            Losses() if losses.judged else losses._replace(total=float(losses.total)),
+            iteration.steps_before,
+        )
         forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
         return self.__dict__ | {"_parts": parts, "_iteration": (iteration.number, scaled, losses, steps)} | forgotten
 
@@ -695,15 +730,19 @@ class GradScaler:
 
     def _record(self, step: Step) -> None:
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
+        batch = None if turn.inputs is None else turn.inputs.batch
+        if step.verdict is not None and step.verdict.reason is Reason.NO_GRADIENTS:
+            turn.has_failed = False
+            return
         turn.stage, turn.verdict, turn.has_failed = Stage.STEPPED, step.verdict, False
         if step.verdict is None:
             assert turn.pending is not None
-            reports.record_later(optimizer, iteration.number, turn.pending)
+            reports.record_later(optimizer, iteration.number, turn.pending, batch)
             return
         overflow = None
         if step.verdict.nonfinite and reports.diagnoses:
             overflow = self._diagnosis.of_overflow(optimizer, iteration)
-        report = step_report(step.verdict, iteration.number, step.retries, overflow)
+        report = step_report(step.verdict, iteration.number, step.retries, overflow, batch)
         iteration.steps.append(report)
         reports.record(optimizer, report, self._parts.agreement.rank)
 
@@ -857,11 +896,16 @@ class StepGuard(ShardedGradScaler):
         return f"{type(self).__name__}(skip={None if guard is None else guard.rule!r}, enabled={self._enabled})"
 
     def update(self, new_scale: float | Array | None = None) -> None:
-        """End an iteration, as :meth:`GradScaler.update`; InvalidValueError for another scale than 1."""
+        """End an iteration that no ``step`` has ended; right after one it does nothing, so that a loop may call it.
+
+        As :meth:`GradScaler.update`; InvalidValueError for another scale than 1.
+        """
         if self._enabled and new_scale is not None and checked_scale(new_scale, _ONE) != 1.0:
             msg = f"new_scale must be 1 for a guard, which multiplies nothing, got {shown(new_scale)}: call update()"
             raise InvalidValueError(msg)
-        super().update(new_scale)
+        iteration = self._iteration
+        if new_scale is not None or iteration.scaled or not iteration.is_at_boundary:
+            super().update(new_scale)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over the iteration, the counts and the windows of any scaler's state dict; nothing is scaled as before.
@@ -897,10 +941,15 @@ def iteration_of(scaler: GradScaler) -> Iteration:
 
 
 def step_of(
-    scaler: GradScaler, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object], unscale: Any
+    scaler: GradScaler,
+    optimizer: Optimizer,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    inputs: StepInputs | None,
+    unscale: Any,
 ) -> Step:
     """Return the context in which an adapter's own frame calls ``optimizer.step``."""
-    return Step(scaler._iteration, optimizer, args, kwargs, scaler._record, scaler, unscale)
+    return Step(scaler._iteration, optimizer, args, kwargs, scaler._record, inputs, scaler, unscale)
 
 
 def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from gradscale.core.protocols import NOT_STEPPED, Optimizer
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError, InvalidTypeError, shown
 from gradscale.scaler.claim import HELD, Verdict
+from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 
 # From the default scale, 65536, down to 1.
@@ -44,11 +45,12 @@ class Step:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         record: Callable[[Step], None],
+        inputs: StepInputs | None = None,
         owner: object = None,
         unscale: Callable[[Optimizer], object] | None = None,
     ) -> None:
         self.iteration, self.optimizer, self.args, self.kwargs = iteration, optimizer, args, kwargs
-        self._record, self.owner, self._unscale = record, owner, unscale
+        self._record, self._inputs, self.owner, self._unscale = record, inputs, owner, unscale
         if args or kwargs:
             self.closure = self._find_closure()
 
@@ -57,6 +59,8 @@ class Step:
         stepping = iteration.live.hooks.stepping
         own = None if stepping is None else stepping(self)
         turn = self.turn = iteration.begin_step(optimizer, by_closure=self.closure is not None)
+        if self._inputs is not None:
+            iteration.take_inputs(turn, self._inputs, has_closure=self.closure is not None)
         # Unless it comes to its end.
         turn.has_failed = self.closure is None
         if self.closure is not None:

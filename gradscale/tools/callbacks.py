@@ -230,6 +230,7 @@ def row_of(report: UpdateReport | StepReport) -> LogRow:
         "parameter": worst[0] if worst else None,
         "cause": diagnosed[0].cause if diagnosed else None,
         "counts": getattr(report, "counts", None),
+        "batch": next((step.batch for step in steps if step.skipped or not reasons), None),
     }
 
 

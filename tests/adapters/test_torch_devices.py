@@ -452,8 +452,9 @@ def test_a_rank_without_gradients_sends_its_messages_from_the_device_of_its_para
     for make in (StepGuard, functools.partial(gradscale.StepGuard, backend="torch")):
         run = Small(make(group=collective), devices=["cuda"], home="cuda")
         run.parameter.grad = None
-        with pytest.raises(gradscale.CallOrderError, match="none of whose parameters has a gradient"):
+        with pytest.warns(UserWarning, match="none of whose parameters has a gradient"):
             run.scaler.step(run.optimizer)
+        assert run.scaler.last_step(run.optimizer).reason == "no gradients"
         state = iteration_of(run.scaler).live.state
         assert state is not None
         assert state.scale.device.type == "cuda"
@@ -789,3 +790,36 @@ def test_the_norm_of_a_captured_step_is_that_of_the_last_replay(cuda):
         graph.replay()
         norms.append(run.report.norm)
     assert norms == pytest.approx([math.sqrt(run.parameter.numel()) * factor for factor in (1.0, 2.0, 3.0)])
+
+
+# One call: of the rows with loss= and norm=, most operations.
+INPUTS = {"loss": ("loss", 5), "norm": ("norm", 2), "loss and norm": ("loss norm", 4)}
+
+
+@pytest.mark.parametrize(("names", "most"), INPUTS.values(), ids=INPUTS)
+@pytest.mark.parametrize("rule", [None, gradscale.SkipSpikes()], ids=["no rule", "rule"])
+def test_a_step_that_is_given_its_values_reads_them_with_the_verdict(cuda, rule, names: str, most: int):
+    (parameter,) = parameters = [torch.nn.Parameter(torch.zeros(10, device="cuda:0"))]
+    parameter.grad = torch.ones(10, device="cuda:0")
+    guard, optimizer = StepGuard(skip=rule), Told(parameters)
+    for value in (1.0, math.nan, 1.0):
+        given = {name: torch.full((), value, device="cuda:0") for name in names.split()}
+        before = cuda.launches
+        cuda.waits.clear()
+        guard.step(optimizer, **given)
+        made, waits = cuda.launches - before, len(cuda.waits)
+        report = guard.last_step(optimizer)
+        assert report.reason == ("stepped" if value == 1.0 else "overflow" if "norm" in names else "spike")
+    # The first iterations make what is kept.
+    assert (made <= most, waits) == (True, 1), made
+
+
+def test_a_fused_optimizer_skips_by_the_loss_that_its_step_is_given_without_a_wait(cuda):
+    run = run_on(StepGuard(), "SGD-fused", "cuda:0")
+    for value, steps in ((1.0, 1), (math.nan, 1), (2.0, 2)):
+        run.give(1.0)
+        cuda.waits.clear()
+        run.scaler.step(run.optimizer, loss=torch.full((), value, device="cuda:0"))
+        assert len(cuda.waits) == 0
+        assert run.parameter.tolist() == [1.0 - 0.125 * steps] * 5
+        assert run.scaler.last_step(run.optimizer).reason == ("stepped" if math.isfinite(value) else "spike")

@@ -41,6 +41,8 @@ def pair(group: None, request: pytest.FixtureRequest):  # noqa: ARG001
 def check_signature(ours, theirs, but: str = ""):
     """Check that a function takes torch's arguments, of which one may have another default, and options of its own."""
     mine, wanted = ([*inspect.signature(each).parameters.values()] for each in (ours, theirs))
+    # Options of our own stand before **kwargs.
+    mine.sort(key=lambda one: one.name not in {other.name for other in wanted})
     for one, other in zip(mine, wanted, strict=False):
         assert (one.name, one.kind) == (other.name, other.kind), theirs
         assert one.default == other.default or one.name == but, theirs

@@ -171,7 +171,7 @@ class Model:
         # Whether there was an array, of whose library the state is.
         self.has_array = False
         # Whether it was said that nothing was scaled, and that a rule has nothing to judge.
-        self.knows_unscaled = self.knows_nothing = False
+        self.knows_unscaled = self.knows_nothing = self.knows_no_gradients = False
         self.restart()
 
     def restart(self):
@@ -185,7 +185,9 @@ class Model:
         self.reports: list[StepReport] = []
         self.losses: list[list[float]] = []
         # Whether an optimizer was judged by them, so that the next are another's.
-        self.is_judged = False
+        self.is_judged = self.is_scaled = False
+        # Optimizers that were judged by them in an iteration before.
+        self.judged: set[int] = set()
         # The state that the loss was scaled with last, which gradients are divided by, and the one after closures.
         self.used = self.lowered = None
 
@@ -212,8 +214,9 @@ class Model:
                 self.losses, self.is_judged = [], False
             self.used = self.state
         self.is_new, self.is_unused, self.is_fresh, self.has_array = False, False, False, True
-        self.is_given_up = False
+        self.is_given_up, self.is_scaled = False, True
         if losses is not None:
+            self.judged = set() if self.is_judged else self.judged
             self.losses, self.is_judged = [*([] if self.is_judged else self.losses), losses], False
 
     def may_unscale(self, k: int) -> bool:
@@ -289,7 +292,8 @@ class Model:
         if self.settings["skip"] is not None:
             self.has_nothing(k, norm is not None)
             if not turn.has_begun:
-                means = [*map(mean, zip(*self.losses, strict=True))] or [None] * self.size
+                losses = [] if k in self.judged else self.losses
+                means = [*map(mean, zip(*losses, strict=True))] or [None] * self.size
                 turn.found = [{"loss": means[rank], "norm": norm} for rank in ranks]
                 told = [memory.finds_spike(k, one) for memory, one in zip(self.memories, turn.found, strict=True)]
                 spikes = [rank for rank in ranks if told[rank] and rank not in turn.refused]
@@ -427,6 +431,23 @@ class Model:
         ]
         return gradscale.TrainingStalledError if gives_up else gradscale.TrainingStalledWarning, said
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a step was made or skipped, and none is to come of an optimizer that was unscaled."""
+        stages = [turn.stage for turn in self.turns.values()]
+        return "stepped" in stages and "unscaled" not in stages
+
+    def end_in_step(self, failure: BaseException | None):
+        """End an iteration as a guard's step does, with the loss for other optimizers, and what is still refused."""
+        losses, judged = self.losses, self.judged | {k for k, turn in self.turns.items() if turn.stage == "stepped"}
+        refused = {k: turn.refused for k, turn in self.turns.items() if turn.stage == "ready"}
+        returned = self.update(None, failure)
+        if losses:
+            self.losses, self.judged, self.is_judged = losses, judged, True
+        for k, ranks in refused.items():
+            self.turns[k].refused = ranks
+        return returned
+
     def saved(self) -> dict[str, Any]:
         """Return what a state dict must say."""
         fields = {f"_{name}": int(getattr(self.state, name)) for name in self.state._fields[1:]}
@@ -456,7 +477,7 @@ class Model:
         trackers = [np.asarray(saved.get(f"_{name}", 0), np.int32) for name in self.state._fields[1:]]
         self.state = type(self.state)(np.asarray(self.policy.clamp(saved["scale"]), np.float32), *trackers)
         self.iteration, self.counts = saved.get("iteration", 1), dict.fromkeys(self.counts, 0) | saved.get("counts", {})
-        kept, self.steps = (self.used, self.losses, self.is_judged), saved.get("steps", 0)
+        kept, self.steps = (self.used, self.losses, self.is_judged, self.is_scaled), saved.get("steps", 0)
         self.is_unused = self.is_unused or self.is_begun
         self.is_new, self.is_fresh = False, True
         self.restart()
@@ -464,7 +485,7 @@ class Model:
             memory.load(one) if memory.rule is not None else None
         self.begin()
         if is_kept and kept[0] is not None and self.has_array:
-            self.used, self.losses, self.is_judged = kept
+            self.used, self.losses, self.is_judged, self.is_scaled = kept
 
     def copied(self):
         """Go on as a copy, without the reports and the gradients of a loss that was scaled before a load."""
@@ -472,10 +493,12 @@ class Model:
         for memory in self.memories:
             memory.owners = []
         if self.is_fresh and self.used is not None:
-            self.is_unused, self.losses, self.used = True, [], None
-        kept = self.used and self.state, self.losses, self.is_judged
+            self.is_unused, self.losses, self.used, self.is_scaled = True, [], None, False
+        is_kept = not self.judged
+        losses = self.losses if is_kept else []
+        kept = self.used and self.state, losses, self.is_judged and is_kept, self.is_scaled
         self.begin()
-        self.used, self.losses, self.is_judged = kept
+        self.used, self.losses, self.is_judged, self.is_scaled = kept
         self.has_array = False
 
 
@@ -768,9 +791,9 @@ class _Life:
         if outputs is five:
             self.require(float(found), rounded(5.0 * factor))
         self.model.scaled(losses if is_loss else None)
-        if loss is False and not self.model.losses:
+        if loss is False and (self.model.is_judged or not self.model.losses):
             # Nothing is judged on purpose.
-            self.model.is_judged = True
+            self.model.losses, self.model.judged, self.model.is_judged = [], set(), True
 
     def begin(self, k: int, call: Callable[..., Any], **clip) -> bool:
         """Let the model divide gradients; False, after asserting the error, if no rank has scaled their loss."""
@@ -860,7 +883,8 @@ class _Life:
             if not turn.is_left_out:
                 self.raises(lambda: self.scaler.step(optimizer), "step() has already been called", ORDER)
             return
-        lazy = self.chance.randrange(self.size) if self.chance.random() < 0.3 else None
+        # A guard's step ends the iteration, on all ranks.
+        lazy = self.chance.randrange(self.size) if self.chance.random() < 0.3 and not self.is_guard else None
         if turn.stage == "unscaled" and turn.is_over and self.rank == lazy:
             # One rank alone may leave out a step that all skip.
             turn.stage, turn.is_left_out = "stepped", True
@@ -875,8 +899,15 @@ class _Life:
         if turn.reason == "no gradients":
             ranks = "" if self.group is None else " on any rank"
             said = f"none of whose parameters has a gradient{ranks}: they were zeroed"
+            if self.is_guard and self.group is None and not self.model.knows_no_gradients:
+                self.expected.append(said)
+                self.model.knows_no_gradients = True
             with self.watching():
-                self.raises(lambda: self.scaler.step(optimizer), said)
+                if self.is_guard:
+                    self.require(self.scaler.step(optimizer), None)
+                    self.model.is_scaled = False
+                else:
+                    self.raises(lambda: self.scaler.step(optimizer), said)
             turn.stage = "ready"
             self.require(self.scaler.last_step(optimizer), self.model.report(turn)._replace(nonfinite=0, norm=None))
             return
@@ -893,11 +924,17 @@ class _Life:
         optimizer.answer, before, failure = answer, optimizer.steps, self.failure
         report = self.model.stepped(k, answer is not None, retries)
         self.counts[report.reason] += 1
+        ends = self.is_guard and self.model.is_over
+        fails = report.skipped and failure is not None
+        raises, stalls = [], []
         with self.watching():
-            if report.skipped and failure is not None:
+            if fails:
                 self.raises(call, str(failure), kind=type(failure))
+            elif ends:
+                raises, stalls = self.outcome(call, answer or "moved" if is_called else None)
             else:
                 self.require(call(), answer or "moved" if is_called else None)
+        self.require(self.scaler.last_step(optimizer), report)
         if self.settings["max_norm"] is not None:
             self.take_over(k)
             norm, turn = self.scaler.last_step(optimizer).norm, self.model.turns[k]
@@ -905,11 +942,36 @@ class _Life:
                 # It is exact for what the gradients are, which have drifted away from the model's.
                 turn.found = [found and {**found, "norm": norm} for found in turn.found]
         self.require(optimizer.steps, before + (is_called and answer is None))
-        self.require(self.scaler.last_step(optimizer), report)
-        self.require_told([report] if report.skipped else [])
+        told: list[Any] = [report] if report.skipped else []
+        if ends and not fails:
+            self.take_over(k)
+            update, kind, said = self.model.end_in_step(failure)
+            self.counts["step ends" if kind is None else kind.__name__] += 1
+            self.require([type(one) for one in raises + stalls], [kind] * (kind is not None))
+            self.require([text in str(one) for one in raises + stalls for text in said], [True] * len(said))
+            told.append(update)
+        self.require_told(told)
         wrapper = SimpleNamespace(optimizer=optimizer)
         self.raises(lambda: self.scaler.last_step(wrapper), "got one of type SimpleNamespace, ", "attribute .optimizer")
         self.speaks(str(self.scaler.diagnose(optimizer)))
+        if ends and fails:
+            self.end(None, self.scaler.update)
+
+    def outcome(self, call: Callable[[], Any], expected: Any) -> tuple[list[BaseException], list[Warning]]:
+        """Make a call that may end an iteration; return what it raises, and its warnings of a run that stalls."""
+        raises: list[BaseException] = []
+        with warnings.catch_warnings(record=True) if self.group is None else contextlib.nullcontext() as caught:
+            try:
+                self.require(call(), expected)
+            except (gradscale.TrainingStalledError, OSError, KeyboardInterrupt) as error:
+                raises.append(error)
+        stalls = [one.message for one in caught or () if one.category is gradscale.TrainingStalledWarning]
+        for one in caught or ():
+            if one.message not in stalls:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        for said in raises + stalls:
+            self.speaks(str(said))
+        return raises, stalls
 
     def minimise(self):
         k, turn, optimizer = self.turn()
@@ -972,6 +1034,9 @@ class _Life:
                 self.raises(self.scaler.update, "refuse() was called for an optimizer that was neither")
             return
         if self.model.lowered is None and all(t.stage == "ready" or t.reason == "no gradients" for t in turns):
+            if self.is_guard and not self.model.is_scaled:
+                self.scaler.update()
+                return
             is_scaled = self.model.used is not None or self.model.never_scales
             said = "unscaled or stepped by the scaler" if is_scaled else "nothing was scaled or unscaled since the last"
             self.raises(self.scaler.update, said, ORDER)

@@ -1,0 +1,61 @@
+"""StepInputs: what a program says of a step: its loss, the norm that it has clipped by, and the name of the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from gradscale.core.protocols import Array
+from gradscale.errors import InvalidTypeError, shown
+from gradscale.scaler.guard import checked_loss
+
+Batch: TypeAlias = "int | str | Sequence[int | str] | None"
+
+_A_VALUE = "must be a number or a real floating array of one element"
+# Which of the three the step of a class names itself.
+_names: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+class StepInputs(NamedTuple):
+    """The arguments of ``step`` that are the scaler's own, checked."""
+
+    loss: Array | float | None = None
+    """Judged in place of those that ``scale`` was given; the step is skipped if it is not finite."""
+    norm: Array | float | None = None
+    """Judged in place of the gradients."""
+    batch: Batch = None
+
+
+def checked_inputs(
+    optimizer: object, loss: object, norm: object, batch: object, kwargs: dict[str, Any]
+) -> StepInputs | None:
+    """Return checked inputs, None without any; those that the optimizer's own ``step`` names enter ``kwargs``, too."""
+    if loss is None and norm is None and batch is None:
+        return None
+    given = {"loss": loss, "norm": norm, "batch": batch}
+    checked = StepInputs(_checked_value("loss", loss), _checked_value("norm", norm), _checked_batch(batch))
+    kind = type(optimizer)
+    if kind not in _names:
+        parameters: Iterable[str] = ()
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
+            parameters = inspect.signature(optimizer.step).parameters  # type: ignore[attr-defined]
+        _names[kind] = frozenset(given).intersection(parameters)
+    kwargs.update((name, given[name]) for name in _names[kind] if given[name] is not None)
+    return checked
+
+
+def _checked_value(name: str, value: Any) -> Array | float | None:
+    # The parts of a DTensor are on the ranks.
+    whole = getattr(value, "full_tensor", None)
+    return None if value is None else checked_loss(value if whole is None else whole(), f"{name} {_A_VALUE}")
+
+
+def _checked_batch(batch: Any) -> Batch:
+    parts = batch if isinstance(batch, (list, tuple)) else (batch,)
+    if batch is not None and not all(isinstance(one, (int, str)) for one in parts):
+        msg = f"batch must be an int, a string, or a list of these, such as its index or its file, got {shown(batch)}"
+        raise InvalidTypeError(msg)
+    return tuple(batch) if isinstance(batch, list) else batch

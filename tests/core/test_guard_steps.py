@@ -1,0 +1,316 @@
+"""The guard in one call: what a step is given, loss, norm and batch; and the end of its iteration."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import Library
+from optimizers import Tree
+from scenarios import rank_and_size
+
+import gradscale
+from gradscale import CallOrderError, GradScaler, InvalidTypeError, InvalidValueError, SkipSpikes, StepGuard
+from gradscale.testing import run_ranks
+
+RULE = SkipSpikes(window=8, min_values=4, of="loss")
+LOSSES = (1.0, 1.1, 0.9, 1.0, 9.0, 1.0)
+
+
+def stepped(guard: GradScaler, optimizer: Tree, value: float = 1.0, **inputs: Any) -> gradscale.StepReport:
+    """Step by a gradient; the report."""
+    optimizer.grads = [np.float32([value])]
+    guard.step(optimizer, **inputs)
+    return guard.last_step(optimizer)
+
+
+# The loss.
+
+
+@pytest.mark.parametrize("is_number", [True, False], ids=["number", "array"])
+def test_the_loss_of_a_step_is_judged_in_place_of_that_of_scale(arrays: Library, is_number: bool):
+    guard, optimizer, other = StepGuard(skip=RULE), Tree(), StepGuard(skip=RULE)
+    for loss in LOSSES:
+        given = loss if is_number else arrays.asarray([loss])
+        optimizer.grads = [arrays.asarray([1.0])]
+        guard.scale(arrays.asarray(1e6))
+        guard.step(optimizer, loss=given)
+        other.scale(arrays.asarray(loss))
+        other.step(optimizer)
+        assert guard.last_step(optimizer) == other.last_step(optimizer)
+        assert guard.last_step(optimizer).reason == ("spike" if loss == 9.0 else "stepped")
+    assert guard.state_dict() == other.state_dict()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("skip", [None, SkipSpikes(of="norm"), RULE], ids=["no rule", "of norms", "of losses"])
+def test_a_loss_that_is_not_finite_skips_finite_gradients_and_keeps_the_scale(arrays: Library, skip, bad: float):
+    options = {"skip": skip, "max_norm": 9.0}
+    for scaler in (StepGuard(**options), GradScaler(init_scale=8.0, growth_interval=1, **options)):
+        optimizer = Tree([arrays.asarray([1.0])])
+        scaler.scale(arrays.asarray(1.0))
+        before = scaler.get_scale()
+        scaler.step(optimizer, loss=arrays.asarray(bad))
+        scaler.update()
+        assert (scaler.last_step(optimizer).reason, optimizer.steps, scaler.get_scale()) == ("spike", 0, before)
+        assert scaler.counts()["spike"] == 1
+
+
+def test_a_loss_that_is_not_finite_and_given_to_scale_alone_skips_nothing():
+    guard, optimizer = StepGuard(skip=RULE), Tree()
+    guard.scale(np.float32(np.nan))
+    assert stepped(guard, optimizer).reason == "stepped"
+
+
+def test_gradients_that_are_not_finite_are_an_overflow_whatever_the_loss():
+    scaler, optimizer = GradScaler(init_scale=8.0), Tree([np.float32([np.inf])])
+    scaler.scale(np.float32(1.0))
+    scaler.step(optimizer, loss=math.nan)
+    scaler.update()
+    assert (scaler.last_step(optimizer).reason, scaler.get_scale()) == ("overflow", 4.0)
+
+
+def test_a_loss_after_unscale_is_an_error_since_the_step_is_judged():
+    guard, optimizer = StepGuard(), Tree([np.float32([1.0])])
+    guard.unscale_(optimizer)
+    with pytest.raises(CallOrderError, match=r"step\(loss=\) was called after unscale_\(\).*give scale\(\) loss="):
+        guard.step(optimizer, loss=1.0)
+    guard.step(optimizer)
+    assert optimizer.steps == 1
+
+
+def test_a_step_that_fails_is_judged_once_by_its_loss():
+    class Failing(Tree):
+        fails = True
+
+        def step(self):
+            if self.fails:
+                raise MemoryError
+            return super().step()
+
+    guard, optimizer = StepGuard(skip=RULE), Failing()
+    with pytest.raises(MemoryError):
+        stepped(guard, optimizer, loss=3.0)
+    optimizer.fails = False
+    assert stepped(guard, optimizer, loss=3.0).reason == "stepped"
+    assert guard.state_dict()["spikes"][0]["loss"]["values"] == [3.0]
+
+
+# The norm.
+
+
+def test_a_norm_is_judged_and_the_gradients_are_not_looked_at(arrays: Library):
+    guard, optimizer = StepGuard(skip=SkipSpikes(of="norm", above=5.0)), Tree()
+    optimizer.grads = [arrays.asarray([math.nan])]
+    for norm, reason in ((1.0, "stepped"), (9.0, "spike"), (math.inf, "overflow"), (math.nan, "overflow")):
+        for given in (norm, arrays.asarray(norm)):
+            guard.step(optimizer, norm=given)
+            report = guard.last_step(optimizer)
+            assert (report.reason, report.norm) == (reason, norm if math.isfinite(norm) else math.inf)
+    assert (optimizer.steps, guard.state_dict()["spikes"][0]["norm"]["values"]) == (2, [1.0, 1.0])
+
+
+def test_a_scaler_takes_the_norm_of_gradients_that_were_unscaled(arrays: Library):
+    scaler, optimizer = GradScaler(init_scale=8.0, skip=SkipSpikes(above=5.0)), Tree()
+    optimizer.grads = [arrays.asarray([8.0])]
+    scaler.scale(arrays.asarray(1.0))
+    with pytest.raises(CallOrderError, match=r"norm of unscaled gradients: call unscale_\(\) before they are clipped"):
+        scaler.step(optimizer, norm=1.0)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer, norm=arrays.asarray(9.0))
+    assert scaler.last_step(optimizer)[:4] == (True, 8.0, 0, "spike")
+    scaler.update()
+    scaler.scale(arrays.asarray(1.0))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer, norm=math.nan)
+    scaler.update()
+    assert (scaler.last_step(optimizer).reason, scaler.get_scale(), optimizer.steps) == ("overflow", 4.0, 0)
+    # Both were of one loss for each step.
+    assert scaler.state_dict()["spikes"][0]["loss"]["values"] == []
+
+
+@pytest.mark.parametrize("kind", ["guard", "scaler"])
+@pytest.mark.parametrize(("norms", "said"), [((1.0, 1.0005), "stepped"), ((1.0, math.nan), "overflow")])
+def test_ranks_skip_together_by_their_norms(kind: str, norms, said: str):
+    def train(group) -> tuple[str, int | None]:
+        rank, _ = rank_and_size(group)
+        scaler = StepGuard(group=group) if kind == "guard" else gradscale.ShardedGradScaler(group=group)
+        optimizer = Tree([np.float32([1.0])])
+        if kind == "scaler":
+            scaler.scale(np.float32(1.0))
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer, norm=np.float32(norms[rank]))
+        scaler.update()
+        return scaler.last_step(optimizer).reason, scaler.last_step(optimizer).by
+
+    assert run_ranks(2, train) == [(said, None if said == "stepped" else 1)] * 2
+
+
+@pytest.mark.parametrize("norms", [(1.0, 1.01), (1.0, None)], ids=["apart", "one rank alone"])
+def test_norms_that_differ_are_an_error_on_every_rank(norms):
+    def train(group) -> str:
+        guard, optimizer = StepGuard(group=group), Tree([np.float32([1.0])])
+        with pytest.raises(gradscale.ScaleDesyncError, match="norm of the gradients: 1 on rank 0") as caught:
+            guard.step(optimizer, norm=norms[rank_and_size(group)[0]])
+        return str(caught.value)
+
+    assert len(run_ranks(2, train)) == 2
+
+
+# What is refused, and what goes on to the optimizer.
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "said"),
+    [
+        ({"loss": "1"}, InvalidTypeError, "loss must be a number or a real floating array of one element, got '1'"),
+        ({"loss": True}, InvalidTypeError, "loss must be"),
+        ({"loss": np.float32([1.0, 2.0])}, InvalidTypeError, "loss must be"),
+        ({"norm": np.complex64(1.0)}, InvalidTypeError, "norm must be"),
+        ({"batch": 1.5}, InvalidTypeError, "batch must be an int, a string, or a list of these.*got 1.5"),
+        ({"batch": [object()]}, InvalidTypeError, "batch must be"),
+        ({"loss": 1.0, "closure": float}, InvalidValueError, "a closure takes no loss= and no norm="),
+        ({"norm": 1.0, "closure": float}, InvalidValueError, "a closure takes no loss= and no norm="),
+    ],
+    ids=lambda value: None if isinstance(value, type) else str(value)[:30],
+)
+def test_what_is_no_input_changes_nothing(inputs: dict[str, Any], error: type[Exception], said: str):
+    guard, optimizer = StepGuard(skip=RULE), Tree()
+    stepped(guard, optimizer, loss=1.0)
+    before = guard.state_dict()
+    with pytest.raises(error, match=said):
+        stepped(guard, optimizer, **inputs)
+    assert (guard.state_dict(), optimizer.steps) == (before, 1)
+    assert stepped(guard, optimizer).reason == "stepped"
+
+
+def test_a_norm_beside_the_scalers_own_clipping_is_an_error():
+    with pytest.raises(InvalidValueError, match=r"norm= .* got a scaler that clips by max_norm="):
+        stepped(StepGuard(max_norm=1.0), Tree(), norm=1.0)
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+def test_an_optimizer_gets_what_its_own_step_names(enabled: bool):
+    class Named(Tree):
+        def step(self, loss=None, *, batch=None):
+            return loss, batch
+
+    class Plain(Tree):
+        def step(self):
+            return ()
+
+    for optimizer, expected in ((Named(), (2.0, [3, "a"])), (Plain(), ())):
+        optimizer.grads = [np.float32([1.0])]
+        guard = StepGuard(enabled=enabled)
+        assert guard.step(optimizer, loss=2.0, batch=[3, "a"]) == expected
+        assert guard.last_step(optimizer).batch == (3, "a")
+        assert guard.step(optimizer) == (expected and (None, None))
+
+
+def test_the_batch_is_in_the_rows_of_a_log(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    with gradscale.callbacks.JSONLines(path) as log:
+        guard = StepGuard(on_update=log)
+        for batch in (7, "part-3", None):
+            stepped(guard, Tree(), batch=batch)
+    assert [json.loads(line)["batch"] for line in path.read_text().splitlines()] == [7, "part-3", None]
+
+
+# The end of an iteration.
+
+
+def test_a_step_ends_its_iteration_and_update_does_nothing_after_it(arrays: Library):
+    told: list[gradscale.UpdateReport] = []
+    guard, optimizer = StepGuard(on_update=told.append), Tree()
+    for number in range(1, 5):
+        optimizer.grads = [arrays.asarray([math.nan if number == 2 else 1.0])]
+        guard.step(optimizer)
+        assert (len(told), told[-1].iteration, told[-1].skipped) == (number, number, number == 2)
+        if number % 2:
+            guard.update()
+    assert guard.counts() == {"taken": 3, "overflow": 1, "refused": 0, "spike": 0}
+    assert guard.state_dict()["iteration"] == 5
+
+
+def test_an_optimizer_that_was_unscaled_is_waited_for():
+    guard, first, second = StepGuard(), Tree([np.float32([3.0])]), Tree([np.float32([1.0])])
+    guard.unscale_(first, max_norm=1.0)
+    guard.step(second)
+    assert guard.state_dict()["iteration"] == 1
+    guard.step(first)
+    assert (guard.state_dict()["iteration"], guard.last_step(first).iteration) == (2, 1)
+
+
+def test_a_refusal_of_one_rank_waits_for_its_optimizer_through_other_steps():
+    def train(group):
+        guard, first, second = StepGuard(group=group), Tree(), Tree()
+        if rank_and_size(group)[0] == 1:
+            guard.refuse(second)
+        return [stepped(guard, one)[3:5] for one in (first, second, second)], guard.counts()["refused"]
+
+    assert run_ranks(2, train) == [([("stepped", 1), ("refused", 2), ("stepped", 3)], 1)] * 2
+
+
+def test_a_loss_serves_each_optimizer_and_enters_a_window_once():
+    guard, first, second = StepGuard(skip=RULE), Tree(), Tree()
+    for loss in (1.0, 2.0):
+        guard.scale(np.float32(loss))
+        for optimizer in (first, second, first):
+            stepped(guard, optimizer)
+    assert [window["loss"]["values"] for window in guard.state_dict()["spikes"]] == [[1.0, 2.0]] * 2
+
+
+def test_a_loss_that_is_none_ends_the_one_before():
+    guard, first, second = StepGuard(skip=SkipSpikes(above=5.0, of="loss")), Tree(), Tree()
+    guard.scale(np.float32(9.0))
+    assert stepped(guard, first).reason == "spike"
+    guard.scale(np.float32(9.0), loss=False)
+    assert stepped(guard, second).reason == "stepped"
+
+
+@pytest.mark.parametrize("calls_update", [True, False], ids=["update", "the next step"])
+def test_an_iteration_whose_end_was_interrupted_is_ended_by_the_next_call(calls_update: bool):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    guard, optimizer = StepGuard(on_skip=interrupt), Tree()
+    with pytest.raises(KeyboardInterrupt):
+        stepped(guard, optimizer, math.nan)
+    guard.on_skip = None
+    if calls_update:
+        guard.update()
+    assert (stepped(guard, optimizer).iteration, guard.counts()["overflow"], guard.counts()["taken"]) == (2, 1, 1)
+
+
+def test_a_run_that_stalls_ends_in_the_step_on_all_ranks():
+    def train(group) -> int:
+        guard, optimizer = StepGuard(group=group, give_up_after=3), Tree()
+        value = math.nan if rank_and_size(group)[0] == 1 else 1.0
+        for _ in range(2):
+            stepped(guard, optimizer, value)
+        with pytest.raises(gradscale.TrainingStalledError, match="the last 3 iterations"):
+            stepped(guard, optimizer, value)
+        return guard.counts()["overflow"]
+
+    assert run_ranks(2, train) == [3, 3]
+
+
+def test_a_guard_steps_nothing_without_gradients_and_says_so_once():
+    guard, optimizer = StepGuard(), Tree([])
+    guard.scale(np.float32(1.0))
+    with pytest.warns(UserWarning, match="none of whose parameters has a gradient.*Said once"):
+        assert guard.step(optimizer) is None
+    guard.update()
+    assert guard.step(optimizer) is None
+    assert (guard.last_step(optimizer).reason, optimizer.steps, guard.counts()["taken"]) == ("no gradients", 0, 0)
+    assert stepped(guard, optimizer).reason == "stepped"
+
+
+def test_a_loss_that_was_scaled_and_no_step_is_an_error_of_update():
+    guard = StepGuard()
+    guard.update()
+    guard.scale(np.float32(1.0))
+    with pytest.raises(CallOrderError, match="no optimizer was unscaled or stepped by the scaler"):
+        guard.update()
