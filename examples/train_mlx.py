@@ -83,8 +83,7 @@ def guarded(model: Any, optimizer: Any, guard: gradscale.StepGuard) -> Callable[
     def step(x: Any, y: Any) -> Any:
         loss, grads = differentiate(x, y)
         trained.grads = nn.average_gradients(grads)
-        guard.step(trained)
-        guard.update()
+        guard.step(trained, loss=loss)
         mx.eval(model.state, optimizer.state)
         return loss
 

@@ -470,17 +470,17 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     Notes
     -----
     It is a scaler of :class:`gradscale_torch.GradScaler`'s kind, and so of torch's, whose scale is always 1: frameworks
-    that take a scaler take it. ``scale`` returns the loss as it is, and may be left out, unless ``skip`` is to judge
-    the loss. Gradients may be of any dtype, on any device.
+    that take a scaler take it. Each ``step`` ends its iteration, as in :class:`gradscale.StepGuard`. Gradients may be
+    of any dtype, on any device.
 
     Examples
     --------
     >>> import gradscale, gradscale_torch, torch
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer, guard = torch.optim.SGD(model.parameters()), gradscale_torch.StepGuard(skip=gradscale.SkipSpikes())
-    >>> guard.scale(model(torch.ones(4, 2)).sum() * torch.nan).backward()
-    >>> guard.step(optimizer)
-    >>> guard.update()
+    >>> loss = model(torch.ones(4, 2)).sum() * torch.nan
+    >>> loss.backward()
+    >>> guard.step(optimizer, loss=loss)
     >>> (guard.last_step(optimizer).skipped, guard.counts()["taken"])
     (True, 0)
     """

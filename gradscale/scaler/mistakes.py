@@ -32,8 +32,8 @@ class Mistakes:
         if not self._knows_nothing_to_judge and not any(is_there[name] for name in of):
             self._knows_nothing_to_judge = True
             warn_caller(
-                f"skip= judges {' and '.join(of)}, and found nothing in this step: for the loss give "
-                f"scale() an array of one element, or loss=; for the norm call unscale_() with max_norm="
+                f"skip= judges {' and '.join(of)}, and found nothing in this step: give step() loss=, or scale() an "
+                f"array of one element; for the norm give the scaler max_norm=, or step() norm="
             )
 
     def warn_of_no_gradients(self, what: str) -> None:

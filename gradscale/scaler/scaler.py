@@ -846,8 +846,8 @@ class ShardedGradScaler(GradScaler):
 class StepGuard(ShardedGradScaler):
     """Skip bad steps, on all ranks together, and scale nothing: for bfloat16 and float32.
 
-    It is a scaler whose scale is always 1, so that one loop serves both; its ``scale`` returns the loss as it is, and
-    may be left out, unless ``skip`` is to judge the loss.
+    ``step(optimizer, loss=loss)`` after the backward pass is all of it. It is a scaler whose scale is always 1, so that
+    one loop serves both: ``scale`` returns the loss as it is, and ``update`` may follow each ``step``.
 
     Parameters
     ----------
@@ -861,8 +861,12 @@ class StepGuard(ShardedGradScaler):
 
     Notes
     -----
-    A step is skipped if a gradient is inf or NaN, if the loss or the norm is a spike by the rule ``skip``, after
-    ``refuse``, and if the optimizer itself returns :data:`gradscale.NOT_STEPPED`.
+    A step is skipped if a gradient is inf or NaN, if the loss or the norm is a spike by the rule ``skip``, if the loss
+    that ``step`` is given is not finite, after ``refuse``, and if the optimizer itself returns
+    :data:`gradscale.NOT_STEPPED`. A step without any gradient does nothing, and warns once.
+
+    Each ``step`` does what ``update`` does for a scaler, and so raises its errors, unless an optimizer that was
+    unscaled is still to be stepped. A loss that ``scale`` was given is then that of other optimizers, too.
 
     Examples
     --------
@@ -871,8 +875,7 @@ class StepGuard(ShardedGradScaler):
     ...     def step(self): print("stepped")
     >>> optimizer, guard = SGD(), gradscale.StepGuard(give_up_after=100)
     >>> optimizer.grads = [np.float32([1.0, np.nan])]
-    >>> guard.step(optimizer)  # prints nothing: it is skipped
-    >>> guard.update()
+    >>> guard.step(optimizer, loss=0.5)  # prints nothing: it is skipped
     >>> guard.last_step(optimizer).skipped
     True
     """

@@ -100,7 +100,6 @@ def guards(quick: bool) -> list[Row]:
 
 def _guarded(guard: Any, optimizer: Idle):
     guard.step(optimizer)
-    guard.update()
 
 
 def _by_hand(parameters: list[torch.nn.Parameter], optimizer: Idle):
