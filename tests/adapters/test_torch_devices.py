@@ -611,7 +611,9 @@ def test_looks_at_gradients_keep_the_spike_of_their_norm_and_divide_what_is_unsc
         state = run.scaler._per_optimizer_states[id(run.optimizer)]
         if is_judged:
             state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {torch.device("cpu"): torch.zeros(1)}
-        with pytest.warns(UserWarning, match="skip= judges norm, and found nothing in this step.* give step\\(\\) loss="):
+        with pytest.warns(
+            UserWarning, match="skip= judges norm, and found nothing in this step.* give step\\(\\) loss="
+        ):
             run.step()
         assert run.report.reason == "stepped"
 

@@ -1,6 +1,7 @@
 """Options of spikes that differ on one rank, and guards of torch's optimizers; lives.py has what steps are skipped."""
 
 import itertools
+import math
 
 import pytest
 from scenarios import Trainer, loss, raised, rank_and_size
@@ -38,22 +39,31 @@ def guarded(group, bad_rank: int, bad: str, fused: bool):
     guard = gradscale_torch.StepGuard(group=given, timeout=60.0, skip=RULE)
     weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer, plain = (torch.optim.AdamW([weight], lr=0.1, fused=fused) for weight in weights)
-    reason = {"nan": "overflow", "inf": "overflow"}.get(bad, bad)
+    reason = {"nan": "overflow", "inf": "overflow", "loss": "spike", "norm": "overflow"}.get(bad, bad)
     for number in range(12):
         is_bad = number == 7
         is_bad_here = is_bad and rank == bad_rank
-        guard.scale(loss("torch", 50.0 if is_bad_here and bad == "spike" else 1.0))
+        value = loss("torch", {"spike": 50.0, "loss": math.nan}.get(bad, 1.0) if is_bad_here else 1.0)
+        inputs = {"loss": value, "batch": number}
+        if number % 2 == 0:
+            # As a scaler is called.
+            del inputs["loss"]
+            guard.scale(value)
+        if bad == "norm":
+            inputs["norm"] = torch.tensor(math.inf if is_bad_here else 1.0)
         for weight in weights:
             weight.grad = weight.detach() * (0.1 * (number % 5 + rank + 1))
-        if is_bad_here and reason == "overflow":
+        if is_bad_here and bad in ("nan", "inf"):
             weights[0].grad = weights[0].detach() * float(bad)
         if is_bad_here and bad == "refused":
             guard.refuse(optimizer)
-        guard.step(optimizer)
-        guard.update()
+        guard.step(optimizer, **inputs)
+        if number % 2 == 0:
+            guard.update()
         if not is_bad:
             plain.step()
         report = guard.last_step(optimizer)
+        assert (report.iteration, report.batch) == (number + 1, number)
         assert (report.reason, report.by) == ((reason, bad_rank) if is_bad else ("stepped", None))
         assert torch.equal(*(weight.detach().view(torch.int16) for weight in weights))
         # Of each rank the own one.
@@ -69,4 +79,5 @@ def test_another_option_on_one_rank_is_named_on_all(world):
 @pytest.mark.torch
 @pytest.mark.tier("ranks")
 def test_a_guarded_run_is_to_the_bit_the_run_without_the_bad_batch_of_any_rank(world):
-    agree(world, guarded, itertools.product(range(world.size), ["nan", "inf", "spike", "refused"], [False, True]))
+    bad = ["nan", "inf", "spike", "refused", "loss", "norm"]
+    agree(world, guarded, itertools.product(range(world.size), bad, [False, True]))
