@@ -104,9 +104,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     enabled : object, default True
         Every method of a disabled scaler passes through.
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
-        The ranks to agree with. Default: the meshes of the optimizer's parameters if they are DTensors, else none: this
-        process decides alone, which is right if every rank holds all gradients (DDP). It replaces the meshes: name
-        these, too, if there are DTensors.
+        The ranks to agree with. Default: all ranks if ``skip`` judges losses, since each rank has one of its own; else
+        the meshes of the optimizer's parameters if they are DTensors, else none: this process decides alone, which is
+        right if every rank holds all gradients (DDP). It replaces the meshes: name these, too, if there are DTensors.
     allow_fp16_grads : bool, default False
         Whether gradients may be float16, for which torch's scaler raises ValueError.
     timeout : float, default 1800.0
@@ -306,6 +306,12 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             return super().step(optimizer, *args, loss=loss, norm=norm, batch=batch, **kwargs)  # type: ignore[no-any-return]
         inputs = checked_inputs(optimizer, loss, norm, batch, kwargs)
         self._join()
+        if loss is not None and iteration_of(self).agreement.is_alone and not self._has_group and _all_ranks(0.0):
+            msg = (
+                f"step(loss=) of {type(self).__name__} would skip on this rank alone, since it agrees with no other: "
+                f"give it group=torch.distributed.group.WORLD, or take a StepGuard"
+            )
+            raise InvalidValueError(msg)
         # One that a subclass or a framework has put in its place is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
         lock = call_of(self, "step()")
@@ -331,7 +337,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def set_group(self, group: object) -> None:
         """Agree over another group, as in :class:`gradscale.ShardedGradScaler`; None for the constructor's default."""
         iteration_of(self).require_boundary("set_group()")
-        self._rejoins, self._has_group = group is None and self._is_sharded, group is not None
+        self._rejoins = group is None and (self._is_sharded or self._judges_losses)
+        self._has_group = group is not None
         if group is None:
             agree_over(self, self._default_groups())
         elif self._enabled:
@@ -443,7 +450,13 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         return hosts.found_by_device(iteration, iteration.turn_of(optimizer))
 
     def _default_groups(self) -> Sequence[Collectives]:
-        return ()
+        # Each rank has a loss of its own, also where all hold the same gradients.
+        return _all_ranks(self._timeout) if self._judges_losses else ()
+
+    @property
+    def _judges_losses(self) -> bool:
+        guard = iteration_of(self).guard
+        return guard is not None and "loss" in guard.rule.of
 
     def _join(self) -> None:
         """Agree over the default groups once they are there, which may be later than the scaler."""
@@ -498,8 +511,13 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     update = hosts.untraced(gradscale.StepGuard.update)
 
     def _default_groups(self) -> Sequence[Collectives]:
-        world = default_group()
-        return () if world is None or world.size() == 1 else [TorchCollectives(None, self._timeout)]
+        return _all_ranks(self._timeout)
+
+
+def _all_ranks(timeout: float) -> Sequence[Collectives]:
+    """Return the default group; nothing if it is this rank alone."""
+    world = default_group()
+    return () if world is None or world.size() == 1 else [TorchCollectives(None, timeout)]
 
 
 def _factors(policy: Policy | None, enabled: bool, given: Sequence[float]) -> dict[str, float]:

@@ -81,3 +81,56 @@ def test_another_option_on_one_rank_is_named_on_all(world):
 def test_a_guarded_run_is_to_the_bit_the_run_without_the_bad_batch_of_any_rank(world):
     bad = ["nan", "inf", "spike", "refused", "loss", "norm"]
     agree(world, guarded, itertools.product(range(world.size), bad, [False, True]))
+
+
+def replicas(group, bad_rank: int, of: str):
+    """Train a replica in float16's manner, as DDP does: a spike of one rank's loss skips on all."""
+    import torch
+
+    import gradscale_torch
+
+    rank, _ = rank_and_size(group)
+    rule = gradscale.SkipSpikes(window=8, min_values=4, of=of.split())  # type: ignore[arg-type]
+    scaler = gradscale_torch.GradScaler("cpu", init_scale=8.0, skip=rule, max_norm=9.0)
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    reasons = []
+    for number in range(8):
+        scaler.scale(loss("torch", 50.0 if rank == bad_rank and number == 6 else 1.0))
+        weight.grad = torch.full((3,), 8.0 * (number % 3 + 1))
+        scaler.step(optimizer)
+        scaler.update()
+        reasons.append(scaler.last_step(optimizer)[3])
+    assert reasons[6] == ("spike" if "loss" in of else "stepped")
+    return reasons, weight.tolist(), scaler.state_dict()["scale"]
+
+
+@pytest.mark.torch
+@pytest.mark.tier("ranks")
+def test_replicas_that_judge_losses_skip_together_without_a_group(gloo):
+    agree(gloo, replicas, itertools.product(range(gloo.size), ["loss", "loss norm", "norm"]))
+
+
+def lone_loss(group, rank_of_loss: int):
+    """Give a scaler without a group the loss of its step, which would skip on one rank alone."""
+    import torch
+
+    import gradscale_torch
+
+    scaler, weight = gradscale_torch.GradScaler("cpu", init_scale=8.0), torch.nn.Parameter(torch.ones(3))
+    optimizer, value = torch.optim.SGD([weight], lr=0.5), loss("torch", 1.0)
+    weight.grad = scaler.scale(value) * torch.ones(3)
+    said = "step(loss=) of GradScaler would skip on this rank alone", "group=torch.distributed.group.WORLD"
+    raised(gradscale.InvalidValueError, lambda: scaler.step(optimizer, loss=value), *said)
+    assert weight.tolist() == [1.0] * 3
+    scaler.set_group(torch.distributed.group.WORLD)
+    weight.grad = scaler.scale(value) * torch.ones(3)
+    scaler.step(optimizer, loss=value * (math.nan if rank_and_size(group)[0] == rank_of_loss else 1.0))
+    scaler.update()
+    return scaler.last_step(optimizer)[:5], weight.tolist()
+
+
+@pytest.mark.torch
+@pytest.mark.tier("ranks")
+def test_the_loss_of_a_step_needs_a_group_in_a_world_of_several_ranks(gloo):
+    agree(gloo, lone_loss, [(rank,) for rank in range(gloo.size)])
