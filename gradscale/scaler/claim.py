@@ -73,6 +73,8 @@ _BITS_OF_ONE = 0x3F800000
 
 _RANK_BITS = 20
 _LAST_RANK = (1 << _RANK_BITS) - 1
+# Of a reason_code below the reason: the rank, and above it two bits for its own loss.
+_CODE_BITS = _RANK_BITS + 2
 
 
 # The words and numbers that ranks hold in common.
@@ -146,19 +148,41 @@ class Reason(enum.IntEnum):
     """There are gradients, and no rank has scaled since its state was made or loaded: as NO_GRADIENTS."""
 
 
-def reason_code(reason: Reason, rank: int) -> int:
-    """Return a reason and a rank as one number: the MAX over ranks has the gravest reason, and its lowest rank."""
-    return reason << _RANK_BITS | _LAST_RANK - min(rank, _LAST_RANK)
+class LossFault(enum.IntEnum):
+    """What is wrong with a rank's own loss; a reduction gives the gradients of a bad one to all ranks."""
+
+    NONE = 0
+    SPIKE = 1
+    NONFINITE = 3
+    """As bits it contains a spike."""
+
+
+def reason_code(reason: Reason, rank: int, fault: LossFault = LossFault.NONE) -> int:
+    """Return a reason and a rank as one number, whose MAX over the ranks has the gravest reason.
+
+    It has the lowest rank with that reason: of those whose own loss has the gravest fault, if there are any.
+    """
+    return reason << _CODE_BITS | fault << _RANK_BITS | _LAST_RANK - min(rank, _LAST_RANK)
 
 
 def reason_number(code: Array | int) -> Array | int:
     """Return the number of the reason in a :func:`reason_code`, 0-d int32 or an int."""
-    return code >> _RANK_BITS
+    return code >> _CODE_BITS
+
+
+def fault_of(loss: Array | float | None) -> LossFault:
+    """Return the fault that the host sees in a loss: whether it is a number that is not finite."""
+    return LossFault.NONFINITE if isinstance(loss, float) and not math.isfinite(loss) else LossFault.NONE
+
+
+def fault_in(code: int) -> LossFault:
+    """Return the fault of the loss in a :func:`reason_code`."""
+    return LossFault(code >> _RANK_BITS & 3)
 
 
 def reason_and_rank(code: int) -> tuple[Reason, int]:
     """Return the reason and the rank of a :func:`reason_code`."""
-    return Reason(code >> _RANK_BITS), _LAST_RANK - (code & _LAST_RANK)
+    return Reason(code >> _CODE_BITS), _LAST_RANK - (code & _LAST_RANK)
 
 
 class Presence(enum.IntEnum):
@@ -195,6 +219,10 @@ class Verdict(NamedTuple):
     """Whether no rank has scaled a loss in this iteration, and gradients are divided all the same."""
     norm: float | None = None
     """The norm of this rank's gradients before they were clipped, if they were."""
+    by_loss: bool = False
+    """Whether the own loss of the rank ``by`` is the cause."""
+    loss: float | None = None
+    """This rank's loss, if the host knows it."""
 
 
 class Flags(NamedTuple):
@@ -216,13 +244,17 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
         reason, by = reason_and_rank(code)
     elif not presence:
         reason = Reason.NO_GRADIENTS
+    by_loss = by is not None and fault_in(code) > 0
     if nonfinite and reason not in (Reason.OVERFLOW, Reason.FAILED):
-        reason, by = Reason.OVERFLOW, None
+        # Of one that is counted on devices the rank is known if its loss is the cause.
+        reason, by = Reason.OVERFLOW, by if by_loss else None
     if not scaled and presence == Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by = Reason.NOT_SCALED, None
     is_idle = not scaled and presence == Presence.ZEROS
     is_unscaled = scaled == 1 and bool(presence)
-    return Verdict(reason, by, nonfinite, local_nonfinite, bool(at_min_scale), scale, is_idle, is_unscaled)
+    return Verdict(
+        reason, by, nonfinite, local_nonfinite, bool(at_min_scale), scale, is_idle, is_unscaled, None, by_loss
+    )
 
 
 # The message that a rank sends.
@@ -384,7 +416,7 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
             # Norms may differ, too, if they are close, or the gradients overflow.
             own = [*own[:_NORM], values[_NORM], *own[_MIDDLE:-1], values[-1]]
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
-    has_failed = values[_FLAGS - 1] >> _RANK_BITS >= Reason.FAILED
+    has_failed = values[_FLAGS - 1] >> _CODE_BITS >= Reason.FAILED
     if values[_FLAGS:] == own[_FLAGS:] and not has_failed:
         return Outcome.ONE_STATE
     stages = {values[_STAGE], -values[_MIDDLE]}
@@ -557,7 +589,7 @@ def greeting() -> list[int]:
     """
     major, minor, micro = map(int, re.findall(r"\d+", f"{__version__}.0.0")[:3])
     release = (major & 0x7FF) << 20 | (minor & 0x3FF) << 10 | micro & 0x3FF
-    form = __version__, LENGTH, _USUAL, Claim._fields, [*Reason.__members__], [*Call]
+    form = __version__, LENGTH, _CODE_BITS, _USUAL, Claim._fields, [*Reason.__members__], [*Call]
     build = zlib.crc32(ascii(form).encode()) & 0x7FFFFFFF
     return [release, -release, build, -build]
 

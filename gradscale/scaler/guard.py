@@ -96,6 +96,8 @@ class Observation(NamedTuple):
     a window of numbers, else 1-d."""
     reason: Reason | Array
     """SPIKE or STEPPED; its number as a 0-d int32 if the CPU would have to wait for it."""
+    is_loss: bool = False
+    """Whether the loss is a spike, or if the CPU would have to wait, nothing but the loss is judged."""
 
 
 def guard_for(skip: object) -> Guard | None:
@@ -134,16 +136,16 @@ class Guard:
         if not any(map(is_array_api_obj, numbers)):
             windows = self._windows[position] = self._numbers_of(self._windows[position])
             pairs = zip(windows, found, strict=True)
-            is_spike = any(judge_number(self.rule, window, x) for window, x in pairs if x is not None)
-            return Observation(position, numbers, Reason.SPIKE if is_spike else Reason.STEPPED)
+            told = [x is not None and judge_number(self.rule, window, x) for window, x in pairs]
+            is_loss = dict(zip(self.rule.of, told, strict=True)).get("loss", False)
+            return Observation(position, numbers, Reason.SPIKE if any(told) else Reason.STEPPED, is_loss)
         state = self._windows[position] = self._arrays_of(self._windows[position], like)
         xp = array_namespace(state.values)
         values = xp.stack([beside(value, state.values[0, 0]) for value in numbers])
-        told = self.rule.judge(state, values)
-        is_known = [told[index] for index, value in enumerate(found) if value is not None]
-        return Observation(
-            position, values, xp.astype(as_0d_array(xp, functools.reduce(xp.logical_or, is_known)), xp.int32)
-        )
+        judged = self.rule.judge(state, values)
+        is_known = [judged[index] for index, value in enumerate(found) if value is not None]
+        is_spike = xp.astype(as_0d_array(xp, functools.reduce(xp.logical_or, is_known)), xp.int32)
+        return Observation(position, values, is_spike, norm is None or self.rule.of == ("loss",))
 
     def learn(self, observation: Observation, reason: Reason | Array, put: _Put) -> None:
         """Let a window learn from a step, by the reason that the ranks agreed on or its number as a 0-d int32."""

@@ -18,7 +18,7 @@ from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
-from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict
+from gradscale.scaler.claim import Call, Claim, LossFault, Presence, Reason, Verdict
 from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.guard import Guard, Losses, Observation, beside, is_nonfinite
 from gradscale.scaler.inputs import StepInputs
@@ -504,27 +504,29 @@ class Iteration:
         # The losses are this optimizer's, whether it is judged by them or not.
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
-        turn.code = 0
+        turn.code, known = 0, None if is_array_api_obj(loss) else loss
         if turn.has_begun_to_step:
-            return None, False
+            return known, False
         if norm is not None and not isinstance(norm, float):
             (norm,) = backend.peek((norm,)) or (norm,)
         is_unknown = is_array_api_obj(loss) or is_array_api_obj(norm) or (norm is None and found.deferred is not None)
         if is_unknown and is_read and backend.bits(state.scale) is not None:
             return beside(loss, state.scale) if is_array_api_obj(loss) else loss, True
         self._observe(turn, optimizer, loss, norm, state)
-        return None, False
+        return known, False
 
     def _observe(self, turn: Turn, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
         """Set the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # Also if the step is refused, so that windows are in one order in each run.
-        turn.observation = None if self.guard is None else self.guard.judge(optimizer, loss, norm, state.scale)
-        # 0 or Reason.SPIKE, which is 1.
-        reason: Any = 0 if turn.observation is None else turn.observation.reason
+        seen = turn.observation = None if self.guard is None else self.guard.judge(optimizer, loss, norm, state.scale)
+        if turn.refused:
+            return
+        code = functools.partial(claims.reason_code, Reason.SPIKE, self.agreement.rank())
+        if seen is not None:
+            # Its reason is 0 or Reason.SPIKE, which is 1.
+            turn.code = seen.reason * code(claims.fault_of(loss) or LossFault(seen.is_loss))
         if turn.inputs is not None and turn.inputs.loss is not None:
-            reason = reason | is_nonfinite(loss, state.scale)
-        if not turn.refused:
-            turn.code = reason * claims.reason_code(Reason.SPIKE, self.agreement.rank())
+            turn.code = turn.code | is_nonfinite(loss, state.scale) * code(LossFault.NONFINITE)
 
     def _tell_of_failure(self, optimizer: Optimizer) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""

@@ -46,13 +46,19 @@ class StepReport(NamedTuple):
     overflow : OverflowReport or None
         Which parameters overflowed on which rank, for a skipped step of a scaler with ``diagnose="on_overflow"``.
     by : int or None
-        The lowest rank with this reason, for a skipped step; None for an overflow that ranks have counted on devices.
+        The lowest rank with this reason, for a skipped step: of those whose own loss was not finite, if there is one,
+        else of those whose loss was a spike. None for an overflow that ranks have counted on devices.
     norm : float or None
         The 2-norm of this rank's gradients before they were clipped, if ``max_norm`` was given, or with
         ``norm_over="group"`` of all ranks', or what ``step(norm=)`` was given; inf if it is not finite. Of a closure,
         that of its last evaluation.
     batch : int, str, tuple of these, or None
         What ``step(batch=)`` was given.
+    by_loss : bool
+        Whether the own loss of rank ``by`` was not finite, or a spike, so that it is that rank's batch which is bad:
+        an average gives gradients of NaN to all ranks.
+    loss : float or None
+        The loss of this rank that was judged, float32; None if the host does not know it without another read.
 
     Examples
     --------
@@ -74,6 +80,8 @@ class StepReport(NamedTuple):
     by: int | None = None
     norm: float | None = None
     batch: Batch = None
+    by_loss: bool = False
+    loss: float | None = None
 
 
 class UpdateReport(NamedTuple):
@@ -252,11 +260,22 @@ def step_report(
     batch: Batch = None,
 ) -> StepReport:
     """Return the report of a step that was made or skipped, by its verdict."""
-    why, by, nonfinite, local_nonfinite, _, scale, *_, norm = verdict
-    if not why:
-        return StepReport(False, scale, 0, "stepped", iteration, retries, norm=norm, batch=batch)
-    name = REASONS[why].name
-    return StepReport(True, scale, nonfinite, name, iteration, retries, local_nonfinite, overflow, by, norm, batch)
+    is_skipped = verdict.reason > 0
+    return StepReport(
+        is_skipped,
+        verdict.scale,
+        verdict.nonfinite if is_skipped else 0,
+        REASONS[verdict.reason].name if is_skipped else "stepped",
+        iteration,
+        retries,
+        verdict.local_nonfinite if is_skipped else 0,
+        overflow,
+        verdict.by,
+        verdict.norm,
+        batch,
+        verdict.by_loss,
+        verdict.loss,
+    )
 
 
 def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, rank: int) -> None:

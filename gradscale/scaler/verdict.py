@@ -75,7 +75,8 @@ class Pending:
         self._hidden = code if isinstance(code, int) else 0
         if isinstance(count, int) and count:
             # It goes before a refusal, which counts again if a framework overrules the overflow.
-            code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
+            fault = claims.fault_of(loss) or (claims.fault_in(code) if isinstance(code, int) else claims.LossFault.NONE)
+            code = claims.reason_code(Reason.OVERFLOW, agreement.rank(), fault)
         norm = 0.0 if found.norm is None else found.norm
         if not isinstance(norm, float):
             (norm,) = live.backend.peek((norm,)) or (norm,)
@@ -96,8 +97,7 @@ class Pending:
                 if live.backend.is_shared:
                     live.require_possible(numbers[0])
                 self.known = verdict_from(flags, count, numbers[0])
-                if found.norm is not None:
-                    self.known = self.known._replace(norm=self._reported_norm())
+                self.known = self.known._replace(norm=self._reported_norm(), loss=self.loss)
                 return
             values = claims.of_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
             self._ballot = agreement.send(groups, live.backend.integers(values, state.scale), number, claim)
@@ -166,7 +166,7 @@ class Pending:
         self._hidden = claims.code_in(agreed) if found.reason else 0
         if self._reads_norm:
             self._norm = claims.norm_of(sent)
-        return found._replace(norm=self._reported_norm())
+        return found._replace(norm=self._reported_norm(), loss=self.loss)
 
     def _read_alone(self) -> Verdict:
         values = self._live.backend.read(self._sent) if self._copy is None else self._copy()
@@ -182,13 +182,14 @@ class Pending:
         elif self._reads_norm:
             self._norm = float32_from_bits(words[0])
         self._settle(flags.nonfinite, bits)
-        found = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm())
+        found = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm(), loss=self.loss)
         # It may have been refused after the flags were packed.
         self._hidden = self._code if isinstance(self._code, int) else flags.code
         otherwise = self._otherwise()
         if found.nonfinite or otherwise[0]:
             reason, by = (Reason.OVERFLOW, self._rank()) if found.nonfinite else otherwise
-            found = found._replace(reason=reason, by=by)
+            fault = claims.fault_of(self.loss) or claims.fault_in(self._hidden)
+            found = found._replace(reason=reason, by=by, by_loss=fault > 0)
         return found
 
     def _packed_alone(self, flags: Flags) -> tuple[Flags, Array]:
@@ -212,8 +213,12 @@ class Pending:
 
     @property
     def loss(self) -> float | None:
-        """The loss that the host judges, once the verdict is read."""
-        return None if self._loss is None else float(self._loss)
+        """The loss of this rank, once the verdict is read; None if the host does not read it."""
+        if self._loss is None or (self._reads_loss and self.groups):
+            return None
+        loss = float(self._loss)
+        # The same object, so that equal reports are equal.
+        return math.nan if math.isnan(loss) else loss
 
     @property
     def norm(self) -> float | None:
@@ -306,4 +311,4 @@ class Pending:
         self._code = self._hidden = code
         if self.known is not None and not self.known.nonfinite:
             reason, by = self._otherwise()
-            self.known = self.known._replace(reason=reason, by=by)
+            self.known = self.known._replace(reason=reason, by=by, by_loss=claims.fault_in(code) > 0)

@@ -140,10 +140,20 @@ class LogUpdates:
         text = f"iteration {step.iteration}: step skipped"
         if step.skipped and step.reason != "overflow":
             why = next((words.deed for words in REASONS.values() if words.name == step.reason), "") or step.reason
-            self._logger.log(self._skip_level, f"{text}: rank {step.by} {why}")
+            self._logger.log(self._skip_level, f"{text}: rank {step.by} {why}{_data(step)}")
         elif step.skipped:
             count = f"{step.nonfinite} non-finite gradient{'s' * (step.nonfinite != 1)} (inf or NaN)"
-            self._logger.log(self._skip_level, f"{text}{at_scale(step.scale)}, {count}{_worst(step.overflow)}")
+            self._logger.log(
+                self._skip_level, f"{text}{at_scale(step.scale)}, {count}{_data(step)}{_worst(step.overflow)}"
+            )
+
+
+def _data(step: StepReport) -> str:
+    """Say whose loss it was, and this rank's own loss and batch."""
+    whose = " of its loss" if step.reason == "spike" else f", rank {step.by} saw a bad loss"
+    own = [f"loss {step.loss:g}"] * (step.by_loss and step.loss is not None)
+    own += [f"batch {shown(step.batch)}"] * (step.batch is not None)
+    return whose * step.by_loss + f" (here {', '.join(own)})" * bool(own)
 
 
 def _worst(overflow: OverflowReport | None) -> str:

@@ -123,15 +123,16 @@ def test_skips_and_scales_are_told_and_written_with_the_worst_parameters_and_the
             if call != "unscale_":
                 scaler.step_schedule(optimizer, schedule)
     # They have the words that watchers of clusters look for: non-finite grad, NaN, inf, skipped.
-    skip = "iteration {}: step skipped at scale {}, {} (inf or NaN): {}"
+    skip = "iteration {}: step skipped at scale {}, {} (inf or NaN){}"
+    seen = ", rank 0 saw a bad loss (here loss nan)"
     assert caplog.messages == [
         "iteration 4: scale grew, 65536 -> 131072",
-        "iteration 5: step skipped: rank 0 saw a spike",
-        skip.format(6, 131072, "1 non-finite gradient", "['b']"),
+        "iteration 5: step skipped: rank 0 saw a spike of its loss (here loss 9)",
+        skip.format(6, 131072, "1 non-finite gradient", ": ['b']"),
         "iteration 6: scale backed off, 131072 -> 65536",
-        skip.format(7, 65536, "4 non-finite gradients", "['a'], ['b'], ['c'] and 1 more"),
+        skip.format(7, 65536, "4 non-finite gradients", ": ['a'], ['b'], ['c'] and 1 more"),
         "iteration 7: scale backed off, 65536 -> 32768",
-        skip.format(8, 32768, "2 non-finite gradients", "['b'], ['c']; the model is at fault, not the scale"),
+        skip.format(8, 32768, "2 non-finite gradients", f"{seen}: ['b'], ['c']; the model is at fault, not the scale"),
         "iteration 8: scale backed off, 32768 -> 16384",
         "iteration 9: step skipped: rank 0 refused it",
         "iteration 9: 5 of the last 9 steps skipped (55.6 %), scale 16384; "

@@ -39,7 +39,8 @@ def test_the_loss_of_a_step_is_judged_in_place_of_that_of_scale(arrays: Library,
         guard.step(optimizer, loss=given)
         other.scale(arrays.asarray(loss))
         other.step(optimizer)
-        assert guard.last_step(optimizer) == other.last_step(optimizer)
+        one, two = (each.last_step(optimizer)._replace(loss=None) for each in (guard, other))
+        assert one == two
         assert guard.last_step(optimizer).reason == ("spike" if loss == 9.0 else "stepped")
     assert guard.state_dict() == other.state_dict()
 
@@ -96,6 +97,38 @@ def test_a_step_that_fails_is_judged_once_by_its_loss():
     optimizer.fails = False
     assert stepped(guard, optimizer, loss=3.0).reason == "stepped"
     assert guard.state_dict()["spikes"][0]["loss"]["values"] == [3.0]
+
+
+# Whose batch it was.
+
+
+@pytest.mark.parametrize("bad", [math.nan, 1e9], ids=["nan", "spike"])
+@pytest.mark.parametrize("odd", range(3))
+def test_the_rank_with_the_bad_loss_is_named_though_all_have_its_gradients(odd: int, bad: float):
+    def train(group) -> list[Any]:
+        rank, _ = rank_and_size(group)
+        guard, optimizer = StepGuard(group=group, skip=SkipSpikes(of="loss", above=9.0)), Tree()
+        value = math.nan if math.isnan(bad) else math.inf
+        # Beside a spike one that is no number goes first.
+        losses = [bad if rank == odd else 1.0, (math.nan if rank == odd else 1e9) if math.isnan(bad) else 1.0]
+        reports = [stepped(guard, optimizer, value, loss=loss, batch=rank) for loss in losses]
+        return [(one.reason, one.by, one.by_loss, str(one.loss), one.batch) for one in reports]
+
+    for rank, told in enumerate(run_ranks(3, train)):
+        assert told[0] == ("overflow", odd, True, str(bad if rank == odd else 1.0), rank)
+        assert told[1][:3] == (("overflow", odd, True) if math.isnan(bad) else ("overflow", 0, False))
+
+
+def test_a_log_says_whose_loss_it_was_and_which_batch(caplog: pytest.LogCaptureFixture):
+    guard = StepGuard(on_update=gradscale.callbacks.LogUpdates(), skip=SkipSpikes(of="loss", above=9.0))
+    for value, loss in ((1.0, 99.0), (math.nan, math.nan), (math.nan, 1.0)):
+        stepped(guard, Tree(), value, loss=loss, batch="part-3")
+    second = "iteration 2: step skipped"
+    assert caplog.messages == [
+        "iteration 1: step skipped: rank 0 saw a spike of its loss (here loss 99, batch 'part-3')",
+        f"{second}, 1 non-finite gradient (inf or NaN), rank 0 saw a bad loss (here loss nan, batch 'part-3')",
+        "iteration 3: step skipped, 1 non-finite gradient (inf or NaN) (here batch 'part-3')",
+    ]
 
 
 # The norm.

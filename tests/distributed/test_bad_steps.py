@@ -39,11 +39,15 @@ def guarded(group, bad_rank: int, bad: str, fused: bool):
     guard = gradscale_torch.StepGuard(group=given, timeout=60.0, skip=RULE)
     weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer, plain = (torch.optim.AdamW([weight], lr=0.1, fused=fused) for weight in weights)
-    reason = {"nan": "overflow", "inf": "overflow", "loss": "spike", "norm": "overflow"}.get(bad, bad)
+    reason = {"nan": "overflow", "inf": "overflow", "loss": "spike", "norm": "overflow", "spread": "overflow"}.get(
+        bad, bad
+    )
     for number in range(12):
         is_bad = number == 7
         is_bad_here = is_bad and rank == bad_rank
-        value = loss("torch", {"spike": 50.0, "loss": math.nan}.get(bad, 1.0) if is_bad_here else 1.0)
+        value = loss(
+            "torch", {"spike": 50.0, "loss": math.nan, "spread": math.nan}.get(bad, 1.0) if is_bad_here else 1.0
+        )
         inputs = {"loss": value, "batch": number}
         if number % 2 == 0:
             # As a scaler is called.
@@ -53,8 +57,9 @@ def guarded(group, bad_rank: int, bad: str, fused: bool):
             inputs["norm"] = torch.tensor(math.inf if is_bad_here else 1.0)
         for weight in weights:
             weight.grad = weight.detach() * (0.1 * (number % 5 + rank + 1))
-        if is_bad_here and bad in ("nan", "inf"):
-            weights[0].grad = weights[0].detach() * float(bad)
+        if is_bad and (bad == "spread" or (is_bad_here and bad in ("nan", "inf"))):
+            # An average spreads a loss of NaN to all ranks.
+            weights[0].grad = weights[0].detach() * (math.nan if bad == "spread" else float(bad))
         if is_bad_here and bad == "refused":
             guard.refuse(optimizer)
         guard.step(optimizer, **inputs)
@@ -64,6 +69,8 @@ def guarded(group, bad_rank: int, bad: str, fused: bool):
             plain.step()
         report = guard.last_step(optimizer)
         assert (report.iteration, report.batch) == (number + 1, number)
+        assert report.by_loss == (is_bad and bad in ("spike", "loss", "spread"))
+        assert str(report.loss) == str(value.item())
         assert (report.reason, report.by) == ((reason, bad_rank) if is_bad else ("stepped", None))
         assert torch.equal(*(weight.detach().view(torch.int16) for weight in weights))
         # Of each rank the own one.
@@ -79,7 +86,7 @@ def test_another_option_on_one_rank_is_named_on_all(world):
 @pytest.mark.torch
 @pytest.mark.tier("ranks")
 def test_a_guarded_run_is_to_the_bit_the_run_without_the_bad_batch_of_any_rank(world):
-    bad = ["nan", "inf", "spike", "refused", "loss", "norm"]
+    bad = ["nan", "inf", "spike", "refused", "loss", "norm", "spread"]
     agree(world, guarded, itertools.product(range(world.size), bad, [False, True]))
 
 

@@ -140,6 +140,9 @@ class Turn:
     norm: float | None = None
     # On each rank, what the rule for spikes has judged.
     found: Sequence[dict[str, float | None] | None] = ()
+    # The losses of ranks that were judged, and whether that of the rank with the reason is its cause.
+    losses: Sequence[float | None] = ()
+    by_loss = False
     is_zero = is_idle = is_declined = is_left_out = is_at_min = by_closure = has_begun = False
 
     @property
@@ -289,29 +292,44 @@ class Model:
         small = 0.0 if norm is None or norm < 2.0**-126 else norm
         turn.stage, turn.norm = "unscaled", None if norm is None else small if norm < math.inf else math.inf
         spikes: list[int] = []
+        by_loss: list[bool] = [False] * self.size
         if self.settings["skip"] is not None:
             self.has_nothing(k, norm is not None)
+            losses = [] if k in self.judged else self.losses
+            turn.losses = means = [*map(mean, zip(*losses, strict=True))] or [None] * self.size
             if not turn.has_begun:
-                losses = [] if k in self.judged else self.losses
-                means = [*map(mean, zip(*losses, strict=True))] or [None] * self.size
                 turn.found = [{"loss": means[rank], "norm": norm} for rank in ranks]
-                told = [memory.finds_spike(k, one) for memory, one in zip(self.memories, turn.found, strict=True)]
+                pairs = [*zip(self.memories, turn.found, strict=True)]
+                told = [memory.finds_spike(k, one) for memory, one in pairs]
+                # A rank that refuses says nothing of a spike.
+                by_loss = [
+                    rank not in turn.refused and memory.finds_spike(k, one | {"norm": None})
+                    for rank, (memory, one) in enumerate(pairs)
+                ]
                 spikes = [rank for rank in ranks if told[rank] and rank not in turn.refused]
             self.is_judged = True
         overflows = [rank for rank in ranks if turn.bad[rank]]
         for reason, seen in (("overflow", overflows), ("refused", sorted(turn.refused)), ("spike", spikes)):
             if seen:
-                turn.reason, turn.by = reason, seen[0]
+                # A loss that is not finite goes before one that is a spike, and that before none.
+                faults = [
+                    0 if reason == "refused" else 2 if not math.isfinite(loss or 0.0) else int(by_loss[rank])
+                    for rank, loss in enumerate(turn.losses or [None] * self.size)
+                ]
+                turn.reason, turn.by = reason, max(seen, key=lambda rank: (faults[rank], -rank))
+                turn.by_loss = faults[turn.by] > 0
                 return
         has_gradients = any(value is not None for value in self.gradients[k])
-        turn.reason, turn.by = "stepped" if has_gradients else "no gradients", None
+        turn.reason, turn.by, turn.by_loss = "stepped" if has_gradients else "no gradients", None, False
 
     def report(self, turn: Turn, retries: int = 0) -> StepReport:
         """Return the report of a step on this rank."""
         is_overflow, is_skipped = turn.reason == "overflow", turn.reason != "stepped"
         local = int(is_overflow and turn.bad[self.rank])
         told = is_skipped, turn.scale, int(is_overflow), turn.reason, self.iteration, retries, local, None, turn.by
-        return StepReport(*told, norm=turn.norm)
+        loss = turn.losses[self.rank] if turn.losses else None
+        loss = math.nan if loss is not None and math.isnan(loss) else loss
+        return StepReport(*told, norm=turn.norm, by_loss=turn.by_loss, loss=loss)
 
     def stepped(self, k: int, declines: bool, retries: int) -> StepReport:
         """Step an optimizer by its verdict, or see that it declines to make the step: each rank by itself."""
@@ -507,13 +525,19 @@ def mean(losses: Sequence[float]) -> float | None:
     return rounded(functools.reduce(lambda total, loss: rounded(total + loss), losses) / len(losses))
 
 
-def with_norms_of(found: Any, expected: Any) -> Any:
+def with_norms_of(found: Any, expected: Any, *, knows_losses: bool = True) -> Any:
     """Return reports with the norms of others where these are as close as float32 is."""
     if type(found) in (list, tuple):
         pairs = zip(found, expected, strict=False)
-        return type(found)([with_norms_of(*pair) for pair in pairs]) if len(found) == len(expected) else found
+        return (
+            type(found)([with_norms_of(*pair, knows_losses=knows_losses) for pair in pairs])
+            if len(found) == len(expected)
+            else found
+        )
     if isinstance(found, UpdateReport) and isinstance(expected, UpdateReport):
-        return found._replace(steps=with_norms_of(found.steps, expected.steps))
+        return found._replace(steps=with_norms_of(found.steps, expected.steps, knows_losses=knows_losses))
+    if isinstance(found, StepReport) and isinstance(expected, StepReport) and not knows_losses:
+        found = found._replace(loss=expected.loss)
     norms = [one.norm for one in (found, expected) if isinstance(one, StepReport) and one.norm is not None]
     is_close = len(norms) == 2 and math.isclose(*norms, rel_tol=2e-6, abs_tol=1e-18)
     return found._replace(norm=expected.norm) if is_close else found
@@ -727,7 +751,9 @@ class _Life:
                 assert is_close or (math.isnan(found[0]) and math.isnan(expected)), (found, expected)
 
     def require(self, found, expected):
-        assert with_norms_of(found, expected) == expected, (found, expected)
+        # The host does not see the losses of another library, but where it reads them with the verdict.
+        found = with_norms_of(found, expected, knows_losses=self.library != "strict")
+        assert found == expected, (found, expected)
 
     def raises(self, call: Callable[[], Any], *said: str, kind: type[BaseException] = gradscale.CallOrderError):
         """Assert that a call is an error that says these texts, one of order if nothing else is said."""
@@ -909,7 +935,9 @@ class _Life:
                 else:
                     self.raises(lambda: self.scaler.step(optimizer), said)
             turn.stage = "ready"
-            self.require(self.scaler.last_step(optimizer), self.model.report(turn)._replace(nonfinite=0, norm=None))
+            self.require(
+                self.scaler.last_step(optimizer), self.model.report(turn)._replace(nonfinite=0, norm=None, loss=None)
+            )
             return
         self.made(k, answer, lambda: self.scaler.step(optimizer))
 
