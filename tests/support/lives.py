@@ -455,11 +455,11 @@ class Model:
         stages = [turn.stage for turn in self.turns.values()]
         return "stepped" in stages and "unscaled" not in stages
 
-    def end_in_step(self, failure: BaseException | None):
+    def end_in_step(self, failure: BaseException | None, new_scale: float | None = None):
         """End an iteration as a guard's step does, with the loss for other optimizers, and what is still refused."""
         losses, judged = self.losses, self.judged | {k for k, turn in self.turns.items() if turn.stage == "stepped"}
         refused = {k: turn.refused for k, turn in self.turns.items() if turn.stage == "ready"}
-        returned = self.update(None, failure)
+        returned = self.update(new_scale, failure)
         if losses:
             self.losses, self.judged, self.is_judged = losses, judged, True
         for k, ranks in refused.items():
@@ -1086,7 +1086,11 @@ class _Life:
 
     def end(self, wanted: float | None, call: Callable[[], Any]):
         """Assert that an update tells, warns and raises as the model says."""
-        report, kind, said = self.model.update(wanted, self.draw_failure())
+        # Also of a guard's step that a callback has left without its end.
+        is_over = self.is_guard and self.model.is_over
+        update = functools.partial(self.model.end_in_step, new_scale=wanted) if is_over else None
+        failure = self.draw_failure()
+        report, kind, said = self.model.update(wanted, failure) if update is None else update(failure)
         self.counts["update" if kind is None else kind.__name__] += 1
         if kind is gradscale.TrainingStalledWarning:
             with pytest.warns(kind) as warned:
