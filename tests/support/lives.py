@@ -537,7 +537,7 @@ def with_norms_of(found: Any, expected: Any, *, knows_losses: bool = True) -> An
     if isinstance(found, UpdateReport) and isinstance(expected, UpdateReport):
         return found._replace(steps=with_norms_of(found.steps, expected.steps, knows_losses=knows_losses))
     if isinstance(found, StepReport) and isinstance(expected, StepReport) and not knows_losses:
-        found = found._replace(loss=expected.loss)
+        found = found._replace(loss=expected.loss, by_loss=expected.by_loss)
     norms = [one.norm for one in (found, expected) if isinstance(one, StepReport) and one.norm is not None]
     is_close = len(norms) == 2 and math.isclose(*norms, rel_tol=2e-6, abs_tol=1e-18)
     return found._replace(norm=expected.norm) if is_close else found
