@@ -57,7 +57,7 @@ class Losses(NamedTuple):
 
     def of_others(self, optimizers: Iterable[int]) -> Losses:
         """Return them for other optimizers than those with an ``id()`` among these."""
-        return self._replace(is_used=True, judged=self.judged.union(optimizers)) if self.number else self
+        return self._replace(is_used=True, judged=self.judged.union(optimizers)) if self.number else Losses()
 
     def mean(self) -> Array | float | None:
         """Return their mean; None if there are none."""

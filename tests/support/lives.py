@@ -900,7 +900,7 @@ class _Life:
             self.scaler.refuse(optimizer)
         turn.refused.update(ranks)
         if turn.stage == "unscaled" and turn.reason != "overflow":
-            turn.reason, turn.by = "refused", 0
+            turn.reason, turn.by, turn.by_loss = "refused", 0, False
 
     def step(self):
         k, turn, optimizer = self.turn()
@@ -928,16 +928,17 @@ class _Life:
             if self.is_guard and self.group is None and not self.model.knows_no_gradients:
                 self.expected.append(said)
                 self.model.knows_no_gradients = True
+            report = self.model.report(turn)._replace(nonfinite=0, norm=None, loss=None)
+            turn.stage, ends = "ready", ([], [])
             with self.watching():
                 if self.is_guard:
-                    self.require(self.scaler.step(optimizer), None)
                     self.model.is_scaled = False
+                    ends = self.outcome(lambda: self.scaler.step(optimizer), None)
                 else:
                     self.raises(lambda: self.scaler.step(optimizer), said)
-            turn.stage = "ready"
-            self.require(
-                self.scaler.last_step(optimizer), self.model.report(turn)._replace(nonfinite=0, norm=None, loss=None)
-            )
+            self.require(self.scaler.last_step(optimizer), report)
+            # Others may have waited for it.
+            self.require_told(self.ended(*ends) if self.is_guard and self.model.is_over else [])
             return
         self.made(k, answer, lambda: self.scaler.step(optimizer))
 
@@ -973,17 +974,21 @@ class _Life:
         told: list[Any] = [report] if report.skipped else []
         if ends and not fails:
             self.take_over(k)
-            update, kind, said = self.model.end_in_step(failure)
-            self.counts["step ends" if kind is None else kind.__name__] += 1
-            self.require([type(one) for one in raises + stalls], [kind] * (kind is not None))
-            self.require([text in str(one) for one in raises + stalls for text in said], [True] * len(said))
-            told.append(update)
+            told += self.ended(raises, stalls)
         self.require_told(told)
         wrapper = SimpleNamespace(optimizer=optimizer)
         self.raises(lambda: self.scaler.last_step(wrapper), "got one of type SimpleNamespace, ", "attribute .optimizer")
         self.speaks(str(self.scaler.diagnose(optimizer)))
         if ends and fails:
             self.end(None, self.scaler.update)
+
+    def ended(self, raises: list[BaseException], stalls: list[Warning]) -> list[UpdateReport]:
+        """Assert that a guard's step has ended its iteration as the model says; return what is told."""
+        update, kind, said = self.model.end_in_step(self.failure)
+        self.counts["step ends" if kind is None else kind.__name__] += 1
+        self.require([type(one) for one in raises + stalls], [kind] * (kind is not None))
+        self.require([text in str(one) for one in raises + stalls for text in said], [True] * len(said))
+        return [update]
 
     def outcome(self, call: Callable[[], Any], expected: Any) -> tuple[list[BaseException], list[Warning]]:
         """Make a call that may end an iteration; return what it raises, and its warnings of a run that stalls."""
@@ -1062,7 +1067,7 @@ class _Life:
                 self.raises(self.scaler.update, "refuse() was called for an optimizer that was neither")
             return
         if self.model.lowered is None and all(t.stage == "ready" or t.reason == "no gradients" for t in turns):
-            if self.is_guard and not self.model.is_scaled:
+            if self.is_guard and not self.model.is_scaled and not self.model.is_begun:
                 self.scaler.update()
                 return
             is_scaled = self.model.used is not None or self.model.never_scales
