@@ -47,7 +47,9 @@ myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 # A signature that is long has a line for each argument, with its type and default. The tables below say them in words.
 autodoc_typehints = "signature"
-autodoc_type_aliases = {name: name for name in ("Array", "Batch", "Device", "DTypeLike", "Namespace", "NormOver", "Optimizer")}
+autodoc_type_aliases = {
+    name: name for name in ("Array", "Batch", "Device", "DTypeLike", "Namespace", "NormOver", "Optimizer")
+}
 python_maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
 add_module_names = False

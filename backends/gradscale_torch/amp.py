@@ -306,7 +306,12 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             return super().step(optimizer, *args, loss=loss, norm=norm, batch=batch, **kwargs)  # type: ignore[no-any-return]
         inputs = checked_inputs(optimizer, loss, norm, batch, kwargs)
         self._join()
-        if loss is not None and iteration_of(self).agreement.is_alone and not self._has_group and _all_ranks(0.0):
+        if (
+            loss is not None
+            and iteration_of(self).agreement.is_alone
+            and not self._has_group
+            and _all_ranks(self._timeout)
+        ):
             msg = (
                 f"step(loss=) of {type(self).__name__} would skip on this rank alone, since it agrees with no other: "
                 f"give it group=torch.distributed.group.WORLD, or take a StepGuard"

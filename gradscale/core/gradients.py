@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import tree, validation
-from gradscale.core.arithmetic import UnitState, as_0d_array, clip_factor_of, float32_bits, is_floating, narrowed
+from gradscale.core.arithmetic import (
+    UnitState,
+    as_0d_array,
+    clip_factor_of,
+    device,
+    float32_bits,
+    is_floating,
+    nonfinite_flag,
+)
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import (
     Array,
@@ -206,7 +214,10 @@ class Gradients:
 
 
 class GivenNorm:
-    """A norm in place of an optimizer's gradients, which are not looked at: the program has clipped them by it."""
+    """A norm in place of an optimizer's gradients, which are not looked at: the program has clipped them by it.
+
+    ``norm`` is a number, or 0-d float32 if the host would have to wait for it.
+    """
 
     is_touched = False
 
@@ -227,18 +238,15 @@ class GivenNorm:
 
     def unscale(self, live: Home, state: ScaleState) -> Found:
         """Judge the norm; if the host reads the verdict, with that."""
-        norm, backend, xp = self._norm, live.backend, live.home
-        if is_array_api_obj(norm):
-            norm = backend.move(as_0d_array(xp, xp.reshape(narrowed(norm, xp.float32), ())), state.scale)
-            known = backend.peek((norm,))
-            if known is None:
-                if self._is_read and (bits := backend.bits(norm)) is not None:
-                    return Found(0, deferred=NormToRead(bits))
-                return Found(as_0d_array(xp, xp.astype(xp.logical_not(xp.isfinite(norm)), xp.int32)), norm)
-            (norm,) = known
-        norm = validation.round_to_float32(norm)
-        (scale,) = backend.peek((state.scale,)) or (None,)
-        return Found(0 if math.isfinite(norm) else 1, norm, scale=scale)
+        norm, backend = self._norm, live.backend
+        if not is_array_api_obj(norm):
+            (scale,) = backend.peek((state.scale,)) or (None,)
+            return Found(0 if math.isfinite(norm) else 1, norm, scale=scale)
+        norm = backend.move(norm, state.scale)
+        bits = backend.bits(norm) if self._is_read else None
+        if bits is not None:
+            return Found(0, deferred=NormToRead(bits))
+        return Found(nonfinite_flag(norm, device(state.scale)), norm)
 
 
 class NormToRead(NamedTuple):

@@ -249,7 +249,7 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
         # Of one that is counted on devices the rank is known if its loss is the cause.
         reason, by = Reason.OVERFLOW, by if by_loss else None
     if not scaled and presence == Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
-        reason, by = Reason.NOT_SCALED, None
+        reason, by, by_loss = Reason.NOT_SCALED, None, False
     is_idle = not scaled and presence == Presence.ZEROS
     is_unscaled = scaled == 1 and bool(presence)
     return Verdict(

@@ -46,10 +46,7 @@ class Losses(NamedTuple):
 
     def plus(self, loss: Array | float) -> Losses:
         """Return them with one more."""
-        if is_array_api_obj(loss):
-            known = registry.backend_for(loss).peek((array_namespace(loss).reshape(loss, ()),))
-            loss = loss if known is None else known[0]
-        loss = beside(loss, loss) if is_array_api_obj(loss) else validation.round_to_float32(loss)
+        loss = value_of(loss)
         if self.number == 0 or self.is_used:
             return Losses(loss, 1)
         total = beside(self.total, loss) if is_array_api_obj(loss) else self.total
@@ -66,6 +63,14 @@ class Losses(NamedTuple):
         # On GPUs torch divides by a number by multiplying with its reciprocal, which is rounded.
         number = beside(self.number, self.total) if is_array_api_obj(self.total) else self.number
         return _rounded(self.total / number)
+
+
+def value_of(x: Array | float) -> Array | float:
+    """Return a number or an array of one element in float32: a number if the host has it, else 0-d."""
+    if is_array_api_obj(x):
+        known = registry.backend_for(x).peek((array_namespace(x).reshape(x, ()),))
+        x = x if known is None else known[0]
+    return beside(x, x) if is_array_api_obj(x) else validation.round_to_float32(x)
 
 
 def is_loss(x: Array) -> bool:

@@ -20,7 +20,7 @@ from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
 from gradscale.scaler.claim import Call, Claim, LossFault, Presence, Reason, Verdict
 from gradscale.scaler.clipping import Clipping
-from gradscale.scaler.guard import Guard, Losses, Observation, beside, is_nonfinite
+from gradscale.scaler.guard import Guard, Losses, Observation, beside, is_nonfinite, value_of
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
@@ -452,7 +452,9 @@ class Iteration:
             return hooks.collect(optimizer, self._listed, request)
         groups = hooks.groups_of(optimizer)
         is_read = self.agreement.is_alone and not groups and request.divides and hooks.reads_verdict(optimizer)
-        return GivenNorm(norm, lambda: hooks.collect(optimizer, self._listed, UNSCALING).like, groups, is_read=is_read)
+        return GivenNorm(
+            value_of(norm), lambda: hooks.collect(optimizer, self._listed, UNSCALING).like, groups, is_read=is_read
+        )
 
     def _forbid_unscaled(self, turn: Turn, where: str = "") -> NoReturn:
         if turn.by_closure:

@@ -672,10 +672,8 @@ class GradScaler:
             # The copy has no gradients of its own.
             parts.live.begin_anew()
         # The optimizers of a copy are others.
-        losses, steps = (
-            Losses() if losses.judged else losses._replace(total=float(losses.total)),
-            iteration.steps_before,
-        )
+        losses = Losses() if losses.judged else losses._replace(total=float(losses.total))
+        steps = iteration.steps_before
         forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
         return self.__dict__ | {"_parts": parts, "_iteration": (iteration.number, scaled, losses, steps)} | forgotten
 
@@ -730,10 +728,10 @@ class GradScaler:
 
     def _record(self, step: Step) -> None:
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
-        batch = None if turn.inputs is None else turn.inputs.batch
         if step.verdict is not None and step.verdict.reason is Reason.NO_GRADIENTS:
             turn.has_failed = False
             return
+        batch = None if turn.inputs is None else turn.inputs.batch
         turn.stage, turn.verdict, turn.has_failed = Stage.STEPPED, step.verdict, False
         if step.verdict is None:
             assert turn.pending is not None

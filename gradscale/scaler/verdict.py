@@ -75,13 +75,13 @@ class Pending:
         self._hidden = code if isinstance(code, int) else 0
         if isinstance(count, int) and count:
             # It goes before a refusal, which counts again if a framework overrules the overflow.
-            fault = claims.fault_of(loss) or (claims.fault_in(code) if isinstance(code, int) else claims.LossFault.NONE)
+            fault = claims.fault_of(loss) or claims.fault_in(self._hidden)
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank(), fault)
         norm = 0.0 if found.norm is None else found.norm
         if not isinstance(norm, float):
             (norm,) = live.backend.peek((norm,)) or (norm,)
         self._norm, self._loss = norm, loss
-        # What the host reads at each read: a captured graph gives others, and after Ctrl-C it is read again.
+        # Whether a read has to fetch them: each replay of a captured graph gives others.
         self._reads_norm, self._reads_loss = not isinstance(norm, float), is_array_api_obj(loss)
         self.is_judged_by_host = found.deferred is not None and found.norm is None
         if (
@@ -132,14 +132,14 @@ class Pending:
         xp = array_namespace(shown)
         is_bad = self._live.backend.read(xp.reshape(xp.astype(shown, xp.int32), (1,)))[0] > 0
         if found.reason is Reason.NO_GRADIENTS or is_bad != (found.reason > 0):
-            reason, by = (Reason.OVERFLOW, None) if is_bad else self._otherwise()
-            return found._replace(reason=reason, by=by, nonfinite=1 if is_bad else 0)
+            reason, by, by_loss = (Reason.OVERFLOW, None, False) if is_bad else self._otherwise()
+            return found._replace(reason=reason, by=by, by_loss=by_loss, nonfinite=1 if is_bad else 0)
         return found
 
-    def _otherwise(self) -> tuple[Reason, int | None]:
-        """Return the spike or the refusal that an overflow hides, and whose it is, if there is one."""
+    def _otherwise(self) -> tuple[Reason, int | None, bool]:
+        """Return the spike or the refusal that an overflow hides, whose it is, and whether by its loss, if any."""
         reason, by = claims.reason_and_rank(self._hidden)
-        return (reason, by) if reason in HELD else (Reason.STEPPED, None)
+        return (reason, by, claims.fault_in(self._hidden) > 0) if reason in HELD else (Reason.STEPPED, None, False)
 
     def _read(self) -> Verdict:
         live = self._live
@@ -185,12 +185,11 @@ class Pending:
         found = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm(), loss=self.loss)
         # It may have been refused after the flags were packed.
         self._hidden = self._code if isinstance(self._code, int) else flags.code
-        otherwise = self._otherwise()
-        if found.nonfinite or otherwise[0]:
-            reason, by = (Reason.OVERFLOW, self._rank()) if found.nonfinite else otherwise
+        reason, by, by_loss = self._otherwise()
+        if found.nonfinite:
             fault = claims.fault_of(self.loss) or claims.fault_in(self._hidden)
-            found = found._replace(reason=reason, by=by, by_loss=fault > 0)
-        return found
+            reason, by, by_loss = Reason.OVERFLOW, self._rank(), fault > 0
+        return found._replace(reason=reason, by=by, by_loss=by_loss) if reason else found
 
     def _packed_alone(self, flags: Flags) -> tuple[Flags, Array]:
         live, state = self._live, self.state
@@ -310,5 +309,5 @@ class Pending:
         """Skip the step of a process that decides alone."""
         self._code = self._hidden = code
         if self.known is not None and not self.known.nonfinite:
-            reason, by = self._otherwise()
-            self.known = self.known._replace(reason=reason, by=by, by_loss=claims.fault_in(code) > 0)
+            reason, by, by_loss = self._otherwise()
+            self.known = self.known._replace(reason=reason, by=by, by_loss=by_loss)

@@ -145,6 +145,22 @@ def test_a_norm_is_judged_and_the_gradients_are_not_looked_at(arrays: Library):
     assert (optimizer.steps, guard.state_dict()["spikes"][0]["norm"]["values"]) == (2, [1.0, 1.0])
 
 
+@pytest.mark.torch
+def test_values_of_other_libraries_and_dtypes_are_taken():
+    import torch
+
+    import gradscale_torch
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    guard, optimizer = gradscale_torch.StepGuard(), torch.optim.SGD([parameter], lr=0.5)
+    wide = torch.tensor([[2.0]], dtype=torch.float64, requires_grad=True)
+    for given in (np.float32(2.0), np.asarray([2.0]), torch.tensor(2.0, dtype=torch.bfloat16), wide, 2):
+        parameter.grad = torch.ones(3)
+        guard.step(optimizer, norm=given, loss=given)
+        report = guard.last_step(optimizer)
+        assert (report.reason, report.norm, report.loss) == ("stepped", 2.0, 2.0)
+
+
 def test_a_scaler_takes_the_norm_of_gradients_that_were_unscaled(arrays: Library):
     scaler, optimizer = GradScaler(init_scale=8.0, skip=SkipSpikes(above=5.0)), Tree()
     optimizer.grads = [arrays.asarray([8.0])]
