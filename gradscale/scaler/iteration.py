@@ -528,7 +528,9 @@ class Iteration:
             # Its reason is 0 or Reason.SPIKE, which is 1.
             turn.code = seen.reason * code(claims.fault_of(loss) or LossFault(seen.is_loss))
         if turn.inputs is not None and turn.inputs.loss is not None:
-            turn.code = turn.code | is_nonfinite(loss, state.scale) * code(LossFault.NONFINITE)
+            bad: Any = is_nonfinite(loss, state.scale) * code(LossFault.NONFINITE)
+            # MLX has no operators with a number on the left.
+            turn.code = bad | turn.code if is_array_api_obj(bad) else turn.code | bad
 
     def _tell_of_failure(self, optimizer: Optimizer) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""

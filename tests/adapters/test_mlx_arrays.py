@@ -203,3 +203,19 @@ def test_a_step_that_cannot_be_chosen_leaves_the_model_and_its_optimizer_as_they
     with pytest.raises(InvalidTypeError):
         trained.step_if(pred, grads)
     assert everything(trained) == before
+
+
+@pytest.mark.parametrize("skip", [None, SkipSpikes(above=5.0)], ids=["no rule", "rule"])
+@pytest.mark.parametrize("has_group", [False, True], ids=["alone", "group"])
+def test_a_guards_step_judges_lazy_and_plain_values(has_group: bool, skip):
+    guard = gradscale.StepGuard(group=mx.distributed.init() if has_group else None, skip=skip)
+    for good, bad in ((1.0, math.nan), (mx.array(1.0), mx.array(math.inf)), (mx.array([1.0]), math.inf)):
+        for name in ("loss", "norm"):
+            optimizer = Tree([mx.array([1.0])])
+            # Of which one is a number and the other an array.
+            other = {"loss" if name == "norm" else "norm": mx.array(1.0) if isinstance(good, float) else 1.0}
+            for value, is_bad in ((good, False), (bad, True)):
+                guard.step(optimizer, **{name: value}, **other)
+                report = guard.last_step(optimizer)
+                assert report.reason == (("spike" if name == "loss" else "overflow") if is_bad else "stepped")
+            assert optimizer.steps == 1
