@@ -113,7 +113,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         Seconds to wait for the other ranks.
     policy, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
         As in :class:`gradscale.GradScaler`.
-    max_norm, norm_over : optional
+    max_norm, norm_over, hold : optional
         As in :class:`gradscale.GradScaler`.
 
     Raises
@@ -482,7 +482,7 @@ class StepGuard(GradScaler, gradscale.StepGuard):
         with DDP, too, since each rank has a loss of its own.
     timeout, enabled, on_skip, on_update, diagnose, history_size : optional
         As in :class:`gradscale.StepGuard`.
-    max_norm, norm_over, skip, warn_after, give_up_after : optional
+    max_norm, norm_over, skip, warn_after, give_up_after, hold : optional
         As in :class:`gradscale.StepGuard`. InvalidTypeError for settings of a scale, and for ``device``.
 
     Notes

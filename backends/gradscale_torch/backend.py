@@ -20,6 +20,7 @@ from gradscale.errors import InvalidTypeError, InvalidValueError, shown
 from gradscale_torch import devices, gradients
 from gradscale_torch.devices import CPU, Flags, TensorRead, combined, forbid_capture, is_capturing, moved
 from gradscale_torch.groups import TorchCollectives
+from gradscale_torch.snapshot import TensorSnapshot
 from gradscale_torch.stepping import stepping
 
 Tensor = torch.Tensor
@@ -54,6 +55,7 @@ class TorchBackend(Backend):
     """
 
     name = "torch"
+    snapshot = TensorSnapshot
     _device: torch.device | str | int | None = None
 
     def collectives(self, group: Any, /, *, timeout: float) -> Collectives:

@@ -12,6 +12,7 @@ from gradscale.core import arithmetic, summaries, tree
 from gradscale.core.arithmetic import device, on
 from gradscale.core.gradients import Collected, Gradients, Listed, Request
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, Policy, ScaleState
+from gradscale.core.snapshot import ArraySnapshot, Snapshot
 from gradscale.core.tree import first_floating, floating_leaves, require_arrays
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError, shown
 
@@ -258,6 +259,9 @@ class Backend:
 
     # Returns an optimizer's gradients; nothing is modified. ``Listed`` keeps the parameters of optimizers.
     collect: Callable[[Any, Listed, Request], Collected] = Gradients
+
+    # Returns copies of the arrays, or modules, of the library that the option ``hold`` names.
+    snapshot: Callable[[Sequence[Any]], Snapshot] = ArraySnapshot
 
     def was_left_scaled(self, optimizer: object, listed: Listed) -> bool:  # noqa: ARG002
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""

@@ -15,6 +15,7 @@ from array_api_compat import is_array_api_obj
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import Collected, Found, GivenNorm, Listed, Request, named_gradients, no_optimizer
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
+from gradscale.core.snapshot import Snapshot
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
@@ -63,6 +64,8 @@ class Parts(NamedTuple):
     """Judges losses and norms; None if nothing does."""
     clipping: Clipping = Clipping()
     """How ``unscale_`` and ``step`` clip by default."""
+    snapshots: Sequence[Snapshot] = ()
+    """Of what ``hold`` names."""
     is_guard: bool = False
     """Whether a step ends its iteration, and an optimizer without gradients is no error."""
 
@@ -682,6 +685,8 @@ class Iteration:
                 # A window learns from no gradients that were only looked at, or that the user has stepped with.
                 if turn.is_over and turn.observation is not None and turn.pending is not None:
                     self.guard.learn(turn.observation, turn.pending.reason(), live.backend.put)
+        if self.parts.snapshots:
+            self._hold()
         # Last, since Ctrl-C after it would let the next update adapt the state again.
         if wanted is not None:
             live.replace_scale(wanted)
@@ -690,6 +695,18 @@ class Iteration:
         else:
             self._adapt(pending)
         return report, underflow
+
+    def _hold(self) -> None:
+        """Copy what is held if each step was made, or else put it back; on a device if the host does not know."""
+        begun = [turn for turn in self.turns if turn.stage is not Stage.READY]
+        is_made = len(begun) > 0 and all(turn.is_made for turn in begun)
+        late = [turn.pending.skips() for turn in begun if turn.verdict is None and turn.pending is not None]
+        skips = [one for one in late if not isinstance(one, bool)]
+        for snapshot in self.parts.snapshots:
+            if is_made and not skips:
+                snapshot.save()
+            else:
+                snapshot.restore(skips if is_made else ())
 
     def _report(
         self, pending: Sequence[Pending], verdicts: Sequence[Verdict], wanted: float | None

@@ -37,6 +37,7 @@ class Guarding(TypedDict, total=False):
     skip: SkipSpikes | None
     warn_after: int | None
     give_up_after: int | None
+    hold: object
 
 
 class Watching(Guarding, total=False):

@@ -15,6 +15,7 @@ from gradscale.core.backend import Backend
 from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer
+from gradscale.core.snapshot import Snapshot
 from gradscale.errors import (
     CallOrderError,
     GradscaleError,
@@ -57,9 +58,19 @@ def parts_of(
     live, reports, guard = LiveState(policy_of(options), backend), Reports(options), guard_for(options.get("skip"))
     # Ranks act on these at the same time, so that they must have them in common.
     common = {name: options.get(name) for name in ("diagnose", "skip", "give_up_after")}
+    common["hold"] = options.get("hold") is not None
     clipping = checked_clipping(options.get("max_norm"), options.get("norm_over"))
     agreement = Agreement(groups, {**common, **clipping._asdict()}, own_rank)
-    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard, clipping)
+    snapshots = _snapshots_of(options.get("hold"))
+    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard, clipping, snapshots)
+
+
+def _snapshots_of(hold: object) -> list[Snapshot]:
+    """Return the snapshots of what is to be held, one for each library."""
+    by_library: dict[Backend, list[object]] = {}
+    for each in () if hold is None else hold if isinstance(hold, (list, tuple)) else [hold]:
+        by_library.setdefault(registry.backend_for(each), []).append(each)
+    return [backend.snapshot(wanted) for backend, wanted in by_library.items()]
 
 
 def _forbid_call(call: str) -> NoReturn:
@@ -108,6 +119,12 @@ class GradScaler:
         TrainingStalledWarning says why, and whether the weights hold inf or NaN. None for no warning.
     give_up_after : int, optional
         After so many ``update`` raises TrainingStalledError, on all ranks. Each step reads its verdict then.
+    hold : module of torch, array, or list of these, optional
+        What the forward pass writes in place: a module's persistent buffers, such as the running statistics of
+        BatchNorm, or arrays. If a step of an iteration is skipped, ``update`` writes back what they were after the last
+        iteration whose every step was made, or when the module last loaded a state dict. Takes their memory once more,
+        one copy for each dtype in an iteration, and no host read. Of a module's submodules as they are now. Copies and
+        pickles of a scaler hold nothing.
 
     Raises
     ------
@@ -667,7 +684,7 @@ class GradScaler:
         is_kept = (iteration.state is None or not iteration.live.is_fresh) and iteration.is_at_boundary
         scaled, losses = (iteration.scaled, iteration.losses) if is_kept else (False, Losses())
         # Each part says by itself what of it is kept.
-        parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap())))
+        parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap(), snapshots=())))
         if not is_kept:
             # The copy has no gradients of its own.
             parts.live.begin_anew()
@@ -789,8 +806,8 @@ class ShardedGradScaler(GradScaler):
         Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
     init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend : optional
         As in :class:`GradScaler`.
-    on_skip, on_update, diagnose, history_size, max_norm, norm_over, skip, warn_after, give_up_after : optional
-        As in :class:`GradScaler`.
+    on_skip, on_update, diagnose, history_size, max_norm, norm_over, skip, warn_after, give_up_after, hold : optional
+        As in :class:`GradScaler`; ``hold`` on all ranks or on none.
 
     Raises
     ------
@@ -854,7 +871,7 @@ class StepGuard(ShardedGradScaler):
         alone.
     timeout, enabled, backend, on_skip, on_update, diagnose, history_size : optional
         As in :class:`ShardedGradScaler`.
-    max_norm, norm_over, skip, warn_after, give_up_after : optional
+    max_norm, norm_over, skip, warn_after, give_up_after, hold : optional
         As in :class:`ShardedGradScaler`. InvalidTypeError for a scale's settings, such as ``init_scale`` or ``policy``.
 
     Notes

@@ -794,6 +794,40 @@ def test_the_norm_of_a_captured_step_is_that_of_the_last_replay(cuda):
     assert norms == pytest.approx([math.sqrt(run.parameter.numel()) * factor for factor in (1.0, 2.0, 3.0)])
 
 
+# What is held.
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+def test_what_is_held_is_put_back_on_the_device_without_a_wait(cuda, is_captured: bool):
+    held = [torch.zeros(3, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")]
+    held += [] if is_captured else [torch.zeros(2)]
+    run = run_on(GradScaler("cuda", init_scale=4.0, hold=held), "AdamW-fused", "cuda", size=2, capturable=True)
+    run.give(1.0)
+    run.step()
+    written, source = torch.zeros((), device="cuda"), torch.ones(2, device="cuda")
+
+    def iteration() -> None:
+        for each in held:
+            each.copy_(written)
+        run.parameter.grad.copy_(run.scaler.scale(source))
+        run.step()
+
+    graph = None
+    if is_captured:
+        with cuda.capture() as graph:
+            iteration()
+    expected = 0.0
+    for value, gradient in ((1.0, 1.0), (math.nan, math.inf), (2.0, math.nan), (3.0, 1.0), (4.0, math.inf)):
+        written.fill_(value if math.isfinite(value) else 9.0)
+        source.fill_(gradient)
+        if graph is None:
+            iteration()
+        else:
+            graph.replay()
+        expected = value if math.isfinite(gradient) else expected
+        assert [set(on_host(each).reshape(-1).tolist()) for each in held[:2]] == [{expected}] * 2
+
+
 # One call: of the rows with loss= and norm=, most operations.
 INPUTS = {"loss": ("loss", 5), "norm": ("norm", 2), "loss and norm": ("loss norm", 4)}
 

@@ -363,3 +363,39 @@ def test_a_loss_that_was_scaled_and_no_step_is_an_error_of_update():
     guard.scale(np.float32(1.0))
     with pytest.raises(CallOrderError, match="no optimizer was unscaled or stepped by the scaler"):
         guard.update()
+
+
+# What is held.
+
+
+@pytest.mark.parametrize("kind", [StepGuard, GradScaler])
+def test_arrays_that_the_program_writes_are_put_back_if_a_step_is_skipped(arrays: Library, kind: type[GradScaler]):
+    average, optimizer = arrays.asarray([0.0, 0.0]), Tree()
+    if arrays.name.startswith("jax") or arrays.readonly:
+        with pytest.raises(InvalidTypeError, match=r"hold must be .*in a compiled step gradscale\.select chooses"):
+            kind(hold=average)
+        return
+    scaler = kind(hold=[average])
+    for value, gradient in ((1.0, 1.0), (math.nan, math.nan), (2.0, math.inf), (3.0, 1.0)):
+        average[...] = arrays.asarray([value, value])
+        optimizer.grads = [arrays.asarray([gradient])]
+        scaler.scale(arrays.asarray(1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        arrays.assert_array(average, [3.0 if value == 3.0 else 1.0] * 2)
+
+
+@pytest.mark.parametrize("hold", [3.0, np.float32(1.0), {"mean": np.zeros(2)}, [[np.zeros(2)]]], ids=str)
+def test_what_cannot_be_written_in_place_is_not_held(hold: object):
+    with pytest.raises(InvalidTypeError, match="hold must be a module of torch, an array that can be written in place"):
+        StepGuard(hold=hold)
+
+
+def test_a_rank_that_holds_nothing_is_named_on_all():
+    def rank(group) -> str:
+        guard = StepGuard(group=group, **({"hold": np.zeros(2)} if group.rank == 1 else {}))
+        with pytest.raises(gradscale.ScaleDesyncError) as caught:
+            stepped(guard, Tree())
+        return str(caught.value)
+
+    assert all("hold=True" in said and "hold=False" in said for said in run_ranks(2, rank))

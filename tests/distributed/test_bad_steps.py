@@ -141,3 +141,49 @@ def lone_loss(group, rank_of_loss: int):
 @pytest.mark.tier("ranks")
 def test_the_loss_of_a_step_needs_a_group_in_a_world_of_several_ranks(gloo):
     agree(gloo, lone_loss, [(rank,) for rank in range(gloo.size)])
+
+
+def normed(group, bad_rank: int, kind: str):
+    """Give one rank a bad batch, and its replica or shard BatchNorm: the whole model is as without that batch."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    import gradscale_torch
+
+    rank, _ = rank_and_size(group)
+
+    def trained(bad: float | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+        if kind == "fsdp":
+            wrapped = fully_shard(model)
+        else:
+            wrapped = DistributedDataParallel(model, broadcast_buffers=kind == "broadcast")
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+        guard = gradscale_torch.StepGuard(skip=RULE, hold=wrapped, timeout=60.0)
+        generator = torch.Generator().manual_seed(rank)
+        for number in range(8):
+            x = torch.randn(8, 4, generator=generator)
+            if number == 6 and bad is None:
+                continue
+            loss = wrapped(x * bad if number == 6 and rank == bad_rank else x).square().mean()
+            loss = loss * (1e4 if number == 6 and rank == bad_rank else 1.0)
+            loss.backward()
+            guard.step(optimizer, loss=loss)
+            assert guard.last_step(optimizer).skipped == (number == 6)
+            optimizer.zero_grad()
+        state = {name: getattr(x, "to_local", lambda x=x: x)() for name, x in model.state_dict().items()}
+        return {name: x.clone() for name, x in state.items()}
+
+    expected = trained(None)
+    for bad in (math.nan, math.inf, 1e4):
+        held = trained(bad)
+        assert held.keys() == expected.keys()
+        assert all(torch.equal(held[name], expected[name]) for name in expected), bad
+
+
+@pytest.mark.torch
+@pytest.mark.tier("ranks")
+def test_the_buffers_of_replicas_and_shards_are_held(gloo):
+    agree(gloo, normed, itertools.product(range(gloo.size), ["broadcast", "own", "fsdp"]))

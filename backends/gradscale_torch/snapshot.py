@@ -1,0 +1,122 @@
+"""TensorSnapshot: copies of tensors and of modules' persistent buffers, from which a skipped step restores them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from gradscale.core.snapshot import HOLDABLE
+from gradscale.errors import InvalidTypeError, shown
+from gradscale_torch.devices import moved
+from gradscale_torch.gradients import local_tensor
+
+Tensor = torch.Tensor
+_Slot: TypeAlias = tuple[object, str]
+"""A module and the name of a buffer; of a tensor itself its ``id()`` and no name."""
+
+
+class _Group(NamedTuple):
+    """Tensors of one device and dtype, and their copies, which are parts of one tensor."""
+
+    tensors: list[Tensor]
+    flat: Tensor
+    copies: list[Tensor]
+
+
+class TensorSnapshot:
+    """Copies as of the last step that was made; they follow what is moved, converted or loaded from a state dict."""
+
+    def __init__(self, wanted: Sequence[object]) -> None:
+        modules: list[torch.nn.Module] = []
+        for each in wanted:
+            if isinstance(each, torch.nn.Module):
+                modules += [module for module in each.modules() if module._buffers]
+            elif not isinstance(each, Tensor):
+                msg = f"{HOLDABLE}, got {shown(each)}"
+                raise InvalidTypeError(msg)
+        self._tensors = [each for each in wanted if isinstance(each, Tensor)]
+        self._modules = list(dict.fromkeys(modules))
+        for tensor in self._current().values():
+            is_dense = tensor.layout == torch.strided and not (tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
+            if not is_dense or tensor.is_inference():
+                msg = f"{HOLDABLE}, got a tensor that has no values to write yet, or is not dense: {shown(tensor)}"
+                raise InvalidTypeError(msg)
+        self._pairs: dict[_Slot, tuple[Tensor, Tensor]] = {}
+        self._groups: list[_Group] = []
+        self._follow()
+        for module in self._modules:
+            if module not in _snapshots:
+                module.register_load_state_dict_post_hook(_copy_loaded)  # type: ignore[no-untyped-call]
+            _snapshots.setdefault(module, weakref.WeakSet()).add(self)
+
+    def _current(self) -> dict[_Slot, Tensor]:
+        """Return the tensors of now, of which a framework may have replaced some. Other buffers are constants."""
+        found: dict[_Slot, Tensor] = {(id(each), ""): each for each in self._tensors}
+        for module in self._modules:
+            constant = module._non_persistent_buffers_set
+            found |= {
+                (module, name): x for name, x in module._buffers.items() if x is not None and name not in constant
+            }
+        return {slot: local_tensor(tensor) for slot, tensor in found.items()}
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Give the copies the device and dtype of the tensors of now; that of a new tensor is its value."""
+        current, old = self._current(), self._pairs
+        if current.keys() == old.keys() and all(
+            one is old[slot][0] and (one.dtype, one.device) == (old[slot][1].dtype, old[slot][1].device)
+            for slot, one in current.items()
+        ):
+            return
+        self._groups, self._pairs = [], {}
+        kinds: dict[object, dict[_Slot, Tensor]] = {}
+        for slot, tensor in current.items():
+            kinds.setdefault((tensor.device, tensor.dtype), {})[slot] = tensor
+        for kind in kinds.values():
+            tensors = [*kind.values()]
+            flat = torch.cat([each.reshape(-1) for each in tensors])
+            parts = torch.split(flat, [each.numel() for each in tensors])
+            copies = [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+            self._groups.append(_Group(tensors, flat, copies))
+            self._pairs |= zip(kind, zip(tensors, copies, strict=True), strict=True)
+        for slot in current.keys() & old.keys():
+            self._pairs[slot][1].copy_(old[slot][1])
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Copy the tensors anew."""
+        self._follow()
+        for group in self._groups:
+            torch._foreach_copy_(group.copies, group.tensors)
+
+    @torch.no_grad()
+    def restore(self, skips: Sequence[Tensor] = ()) -> None:
+        """Write the copies back. With ``skips``, 0-d on a device, only if one is not 0, else copy the tensors anew."""
+        self._follow()
+        for group in self._groups:
+            if skips:
+                is_skipped = functools.reduce(torch.logical_or, [moved(one, group.flat.device) != 0 for one in skips])
+                now = torch.cat([each.reshape(-1) for each in group.tensors])
+                torch.where(is_skipped, group.flat, now, out=group.flat)
+            torch._foreach_copy_(group.tensors, group.copies)
+
+    @torch.no_grad()
+    def keep(self, module: torch.nn.Module) -> None:
+        """Copy the buffers of one module anew."""
+        self._follow()
+        for (owner, _), (tensor, copy) in self._pairs.items():
+            if owner is module:
+                copy.copy_(tensor)
+
+
+_snapshots: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[TensorSnapshot]] = weakref.WeakKeyDictionary()
+
+
+def _copy_loaded(module: torch.nn.Module, _: object) -> None:
+    """Copy what a module has loaded; a function, since copies and pickles of a model hold it."""
+    for snapshot in _snapshots.get(module, ()):
+        snapshot.keep(module)

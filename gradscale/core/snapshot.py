@@ -1,0 +1,53 @@
+"""Snapshot: copies of arrays that a program writes in place, from which a skipped step restores them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale.core.protocols import Array
+from gradscale.errors import InvalidTypeError, shown
+
+HOLDABLE = "hold must be a module of torch, an array that can be written in place, or a list of these"
+
+
+class Snapshot(Protocol):
+    """Copies of arrays as they were after the last step that was made."""
+
+    def save(self) -> None:
+        """Copy the arrays anew."""
+
+    def restore(self, skips: Sequence[Array] = ()) -> None:
+        """Write the copies back. With ``skips``, 0-d on a device, only if one is not 0, else copy the arrays anew."""
+
+
+class ArraySnapshot:
+    """Copies of arrays of a library that writes in place, and whose verdicts the host has."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        for each in arrays:
+            if not is_array_api_obj(each):
+                msg = f"{HOLDABLE}, got {shown(each)}"
+                raise InvalidTypeError(msg)
+            try:
+                each[...] = each
+            except Exception as error:
+                msg = (
+                    f"{HOLDABLE}, got {shown(each)}: {error}. Of one that cannot be written go on with the old array "
+                    "if last_step(optimizer).skipped; in a compiled step gradscale.select chooses"
+                )
+                raise InvalidTypeError(msg) from error
+        self._arrays = arrays
+        self._copies = [array_namespace(each).asarray(each, copy=True) for each in arrays]
+
+    def save(self) -> None:
+        """Copy the arrays anew."""
+        for array, copy in zip(self._arrays, self._copies, strict=True):
+            copy[...] = array
+
+    def restore(self, skips: Sequence[Array] = ()) -> None:  # noqa: ARG002
+        """Write the copies back."""
+        for array, copy in zip(self._arrays, self._copies, strict=True):
+            array[...] = copy

@@ -1,0 +1,225 @@
+"""hold=: after a skipped step a model's buffers are, to the bit, those of a run without the bad batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+from axes_torch import GradScaler, StepGuard, torch
+
+import gradscale
+from gradscale import InvalidTypeError
+
+pytestmark = pytest.mark.torch
+
+nn = torch.nn
+BAD = (6, 8)
+RULE = gradscale.SkipSpikes(window=8, min_values=3, of="loss")
+OPTIMIZERS = {
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=False),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+}
+
+
+def normed(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Return a model with the buffers of BatchNorm, and a constant that no checkpoint has."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    model.register_buffer("constant", torch.ones(3), persistent=False)
+    return model.to(dtype)
+
+
+def batches(number: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(16, 6, generator=generator) for _ in range(number)]
+
+
+def trained(kind: str, bad: float | None, *, micro: int = 1, compiled: bool = False, dtype=torch.float32):
+    """Train through bad batches, or without them if there are none; the model's whole state."""
+    model = normed(dtype)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    guard = StepGuard(skip=RULE, hold=model)
+    forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    for index in range(12):
+        is_bad = index in BAD
+        if is_bad and bad is None:
+            continue
+        total = 0.0
+        for part, x in enumerate(batches(12 * micro)[index * micro : (index + 1) * micro]):
+            factor = bad if is_bad and part == 0 else 1.0
+            loss = forward((x * factor).to(dtype)).float().square().mean() / micro
+            # BatchNorm hides how large a batch is.
+            loss = loss * (1e3 if factor != 1.0 else 1.0)
+            loss.backward()
+            total = total + loss.detach()
+        guard.step(optimizer, loss=total)
+        assert guard.last_step(optimizer).skipped == is_bad
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("micro", [1, 3], ids=["alone", "accumulated"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4], ids=["nan", "inf", "spike"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_bad_batch_leaves_no_trace_in_the_weights_and_the_buffers(kind: str, bad: float, micro: int, dtype):
+    assert equal(trained(kind, bad, micro=micro, dtype=dtype), trained(kind, None, micro=micro, dtype=dtype))
+
+
+def test_the_buffers_of_a_compiled_model_are_held():
+    assert equal(trained("plain", math.nan, compiled=True), trained("plain", None))
+
+
+def stepped(guard: GradScaler, optimizer: torch.optim.Optimizer, model: nn.Module, x: Any) -> bool:
+    """Step, and tell whether the step was skipped."""
+    guard.scale(model(x).square().mean()).backward()
+    guard.step(optimizer)
+    guard.update()
+    optimizer.zero_grad()
+    return guard.last_step(optimizer).skipped
+
+
+def held() -> tuple[nn.Sequential, torch.optim.Optimizer, GradScaler, Any]:
+    """Return a model after a step, its optimizer and its guard, and a bad batch."""
+    model = normed()
+    optimizer, guard = torch.optim.SGD(model.parameters(), lr=0.1), StepGuard(hold=model)
+    good, bad = batches(1)[0], batches(1)[0] * math.nan
+    assert not stepped(guard, optimizer, model, good)
+    return model, optimizer, guard, bad
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_a_model_or_a_part_of_it_loads_is_held(assign: bool):
+    model, _, guard, bad = held()
+    saved = copy.deepcopy(model.state_dict())
+    stepped(guard, torch.optim.SGD(model.parameters(), lr=0.1), model, batches(2)[1])
+    model.load_state_dict(copy.deepcopy(saved), assign=assign)
+    assert stepped(guard, torch.optim.SGD(model.parameters(), lr=0.1), model, bad)
+    assert equal(model.state_dict(), saved)
+    model[1].load_state_dict({name: value * 0 + 3 for name, value in model[1].state_dict().items()}, assign=assign)
+    before = copy.deepcopy(model.state_dict())
+    assert stepped(guard, torch.optim.SGD(model.parameters(), lr=0.1), model, bad)
+    assert equal(model.state_dict(), before)
+
+
+def test_what_is_converted_to_another_dtype_is_held():
+    model, _, guard, bad = held()
+    model.double()
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        assert stepped(guard, torch.optim.SGD(model.parameters(), lr=0.1), model, bad.double())
+        assert equal(model.state_dict(), before)
+
+
+def test_copies_and_pickles_of_a_model_and_of_its_guard_hold_nothing():
+    model, optimizer, guard, bad = held()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+        assert stepped(StepGuard(hold=other), torch.optim.SGD(other.parameters()), other, bad)
+        assert not other[1].running_mean.any()
+    before = copy.deepcopy(model.state_dict())
+    assert stepped(guard, optimizer, model, bad)
+    assert equal(model.state_dict(), before)
+    for copied in (copy.deepcopy(guard), pickle.loads(pickle.dumps(guard))):
+        assert stepped(copied, optimizer, model, bad)
+        assert model[1].running_mean.isnan().all()
+
+
+@pytest.mark.parametrize("calls_update", [True, False], ids=["scaler", "guard"])
+def test_of_two_optimizers_each_has_to_step(calls_update: bool):
+    model = normed()
+    scaler = GradScaler("cpu", init_scale=4.0, hold=model) if calls_update else StepGuard(hold=model)
+    parts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[3])]
+    for bad in (False, True, False, True):
+        before = copy.deepcopy(model[1].state_dict())
+        scaler.scale(model(batches(1)[0]).square().mean()).backward()
+        if bad:
+            model[0].weight.grad[0] = math.nan
+        for optimizer in parts:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        # Each step of a guard ends its iteration: what the first skips is put back, and the second is made.
+        assert [scaler.last_step(one).skipped for one in parts] == [bad, False]
+        assert equal(model[1].state_dict(), before) == bad
+
+
+def test_a_step_by_a_closure_is_held():
+    model = normed()
+    optimizer, guard = torch.optim.LBFGS(model.parameters(), max_iter=3), StepGuard(hold=model)
+
+    def evaluation(x: Any):
+        def closure():
+            optimizer.zero_grad()
+            loss = guard.scale(model(x).square().mean())
+            loss.backward()
+            return loss
+
+        return closure
+
+    guard.step(optimizer, evaluation(batches(1)[0]))
+    before = copy.deepcopy(model.state_dict())
+    assert before["1.num_batches_tracked"] > 0
+    guard.step(optimizer, evaluation(batches(1)[0] * math.nan))
+    assert guard.last_step(optimizer).skipped
+    assert equal(model.state_dict(), before)
+
+
+def test_an_iteration_that_nothing_stepped_is_put_back():
+    model, optimizer, guard, _ = held()
+    before = copy.deepcopy(model.state_dict())
+    model(batches(1)[0]).square().mean().backward()
+    guard.refuse(optimizer)
+    guard.step(optimizer)
+    assert equal(model.state_dict(), before)
+    guard.scale(model(batches(1)[0]))
+    guard.update(1.0)
+    assert equal(model.state_dict(), before)
+
+
+def test_tensors_are_held_and_a_buffer_that_two_modules_share_is_one():
+    one, other, average = nn.BatchNorm1d(6), nn.BatchNorm1d(6), torch.zeros(6)
+    other.running_mean = one.running_mean
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, guard = torch.optim.SGD([weight]), StepGuard(hold=[one, other, average])
+    for value, expected in ((1.0, 1.0), (math.nan, 1.0), (2.0, 2.0)):
+        average.fill_(value)
+        one.running_mean.fill_(value)
+        weight.grad = torch.tensor([value])
+        guard.step(optimizer)
+        assert average.tolist() == one.running_mean.tolist() == [expected] * 6
+
+
+@pytest.mark.parametrize(
+    ("hold", "said"),
+    [
+        ("model", "got 'model'"),
+        ([nn.Linear(1, 1), 3.0], "got 3.0"),
+        (nn.BatchNorm1d(3, device="meta"), "has no values to write yet"),
+        (nn.LazyBatchNorm1d(), "has no values to write yet"),
+        (torch.ones(3).to_sparse(), "is not dense"),
+    ],
+    ids=["a string", "a number in a list", "meta", "lazy", "sparse"],
+)
+def test_what_cannot_be_held_is_an_error(hold: object, said: str):
+    with pytest.raises(InvalidTypeError, match=r"hold must be a module of torch, an array that.*" + said):
+        StepGuard(hold=hold)
+
+
+def test_a_model_without_buffers_is_no_error():
+    model = nn.Linear(2, 1)
+    guard, optimizer = StepGuard(hold=model), torch.optim.SGD(model.parameters())
+    assert not stepped(guard, optimizer, model, torch.ones(1, 2))
