@@ -7,7 +7,7 @@
     │   ├── StateDictError (RuntimeError)       a state dict that cannot be loaded; nothing was changed
     │   └── SharedMemoryError (RuntimeError)    elements to be divided share memory
     ├── InvalidTypeError (TypeError)            an argument of the wrong type
-    ├── TrainingStalledError (RuntimeError)     as many iterations in a row were skipped as give_up_after= allows
+    ├── TrainingStalledError (RuntimeError)     as many steps in a row were skipped as give_up_after= allows
     ├── CallOrderError (RuntimeError, AssertionError)   scale, unscale_, step, update called in a wrong order
     ├── ScaleUnderflowError (FloatingPointError)    still overflowing at min_scale, and the policy says raise
     ├── ClosureOverflowError (FloatingPointError)   a closure overflows at every scale, in mid-step
@@ -80,11 +80,11 @@ class CallOrderError(GradscaleError, RuntimeError, AssertionError):
 
 
 class TrainingStalledError(GradscaleError, RuntimeError):
-    """As many iterations in a row were skipped as ``give_up_after=`` allows; the scaler can be saved and used on."""
+    """As many steps of an optimizer in a row were skipped as ``give_up_after=`` allows; the scaler can be used on."""
 
 
 class TrainingStalledWarning(UserWarning):
-    """Every step of many iterations in a row was skipped, so that no weight changes any longer."""
+    """Many steps of an optimizer in a row were skipped, so that its weights do not change any longer."""
 
 
 class ScaleUnderflowError(GradscaleError, FloatingPointError):

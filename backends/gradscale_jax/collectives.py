@@ -18,7 +18,7 @@ from gradscale.core.protocols import Policy
 from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.overflow import ParameterReport, find_cause
-from gradscale.scaler.reports import Row, tell
+from gradscale.scaler.stall import SkipStreak, raise_or_warn
 from gradscale_jax import trees
 from gradscale_jax.arrays import JaxBackend
 
@@ -158,7 +158,7 @@ def counted(verdict: Verdict, before: jax.Array, limits: list[int]) -> Verdict:
     """Return a verdict with the tally of the step before it and this step.
 
     Its elements are how many steps in a row were skipped, for an overflow, for a spike; how many in all were made, and
-    skipped for either; the bits of three scales, as a Row has them; and the two limits.
+    skipped for either; the bits of three scales, as a SkipStreak has them; and the two limits.
     """
     taken, reasons, scale = verdict.taken, [verdict.nonfinite != 0, verdict.spike], verdict.highest[0]
     happened = jnp.stack([jnp.logical_not(taken), *reasons, taken, *reasons]).astype(jnp.int32)
@@ -172,12 +172,13 @@ def _tell_of_stall(tally: jax.Array, params: object) -> None:
     """Warn of the longest of the rows in one or several tallies, or raise, if a limit says so."""
     length, overflow, spike, _, _, _, *scales, warn_after, give_up_after = max(tally.reshape(-1, 11).tolist())
     reasons = {name: count for name, count in (("overflow", overflow), ("spike", spike)) if count}
-    row = Row(length, 0, reasons, frozenset(), *map(validation.float32_from_bits, scales))
-    if length >= give_up_after or (length >= warn_after and not row.is_falling):
+    first, previous, last = map(validation.float32_from_bits, scales)
+    streak = SkipStreak(reasons, frozenset(), first, previous, last)
+    if length >= give_up_after or (length >= warn_after and not streak.is_falling):
         strict = "All is judged by skip=, which may be too strict for what is usual here" if spike else ""
-        minimum = None if row.never_scales else 1.0
+        minimum = None if streak.never_scales else 1.0
         broken = _broken_weights(params, minimum) if overflow else ""
-        tell([str(row), broken, strict], gives_up=length >= give_up_after)
+        raise_or_warn([streak.sentence("the optimizer"), broken, strict], gives_up=length >= give_up_after)
 
 
 def _broken_weights(params: object, minimum: float | None) -> str:
@@ -272,6 +273,6 @@ def agree(
     found, (lowest, highest) = claims.flags_in(message), claims.bounds_in(message)
     is_bad = found.nonfinite != 0
     desynced = jnp.any(highest != lowest) | (claims.norms_differ_in(message) & jnp.logical_not(is_bad))
-    at_min_scale = jnp.logical_and(found.at_min_scale != 0, is_bad)
+    at_min_scale = jnp.logical_and(found.limits != 0, is_bad)
     is_spike = jnp.logical_and(found.code != 0, jnp.logical_not(jnp.logical_or(is_bad, desynced)))
     return Verdict(found.nonfinite, desynced, at_min_scale, highest, lowest, is_spike)

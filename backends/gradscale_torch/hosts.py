@@ -53,7 +53,12 @@ def untraced(method: Callable[_Arguments, _Returned], *, recursive: bool = True)
 
 def as_torchs_state_dict(saved: dict[str, object], policy: Policy) -> dict[str, object]:
     """Return a state dict with torch's five keys alone if they say everything of the policy."""
-    is_all = saved and type(policy) is gradscale.DynamicScale and is_torchs(policy) and "spikes" not in saved
+    is_all = (
+        saved
+        and type(policy) is gradscale.DynamicScale
+        and is_torchs(policy)
+        and not {"spikes", "streaks"} & saved.keys()
+    )
     return {key: saved[key] for key in _TORCHS_KEYS} if is_all else saved
 
 

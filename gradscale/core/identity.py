@@ -1,4 +1,4 @@
-"""IdentityMap: values for objects, by identity and weakly, whether or not the objects can be hashed."""
+"""IdentityMap: values for objects, by identity and weakly, whether or not they can be hashed; Positions: numbers."""
 
 import weakref
 from typing import TypeVar
@@ -42,3 +42,23 @@ class IdentityMap(dict[int, _Value]):
     def _drop(self, identity: int) -> None:
         self.pop(identity, None)
         self._objects.pop(identity, None)
+
+
+class Positions:
+    """The position of each object that is alive in a list of something: a new object takes the first that is free."""
+
+    def __init__(self) -> None:
+        self._positions: IdentityMap[int] = IdentityMap()
+
+    def get(self, key: object) -> int | None:
+        """Return the position of an object; None if it has none."""
+        return self._positions.get(id(key))
+
+    def of(self, key: object) -> int:
+        """Return the position of an object, which takes one if it has none."""
+        position = self.get(key)
+        if position is None:
+            taken = self._positions.values()
+            position = next(index for index in range(len(taken) + 1) if index not in taken)
+            self._positions.put(key, position)
+        return position

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
 from gradscale.policies.dynamic import BoundedScale, DynamicScale, StaticScale
 from gradscale.policies.rules import GradualScale
 from gradscale.scaler.guard import SavedWindows, checked_windows
+from gradscale.scaler.stall import SkipStreak, streaks_from, text_of
 
 VERSION = 1
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (DynamicScale, StaticScale, GradualScale)}
@@ -35,6 +36,8 @@ class Loaded(NamedTuple):
     """How many were over, which the ranks of a group compare."""
     windows: SavedWindows
     """Those of a scaler with ``skip=``."""
+    streaks: list[SkipStreak]
+    """Those of a scaler with ``give_up_after=``."""
 
 
 def build(
@@ -44,6 +47,7 @@ def build(
     counts: Mapping[str, int] = MappingProxyType({}),
     steps: int = 0,
     windows: SavedWindows | None = None,
+    streaks: Iterable[SkipStreak] | None = None,
 ) -> dict[str, object]:
     """Return the state dict of a policy, of the numbers of a state, of counts, and of windows, if there are any."""
     saved: dict[str, object] = {"scale": snapshot["scale"]}
@@ -54,6 +58,8 @@ def build(
         saved["policy"] = {"kind": type(policy).__name__, **dataclasses.asdict(policy)}  # type: ignore[call-overload]
     if windows is not None:
         saved["spikes"] = windows
+    if streaks is not None:
+        saved["streaks"] = text_of(streaks)
     if counts:
         saved |= {"counts": counts, "steps": steps}
     return saved
@@ -97,7 +103,8 @@ def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
         for name, count in validation.mapping("counts", saved.get("counts", {})).items()
     }
     steps = validation.integer("steps", saved.get("steps", 0), 0, 2**63 - 1)
-    return Loaded(loaded_policy, snapshot, iteration, counts, steps, checked_windows(saved.get("spikes", ())))
+    windows, streaks = checked_windows(saved.get("spikes", ())), streaks_from(saved.get("streaks", "[]"))
+    return Loaded(loaded_policy, snapshot, iteration, counts, steps, windows, streaks)
 
 
 def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:

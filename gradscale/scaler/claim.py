@@ -2,7 +2,7 @@
 
 A :class:`Claim` is what ranks must hold in common besides the state. Its hash travels in a message of 21 int32::
 
-    [nonfinite, at_min_scale, presence, scaled, code, stage, scale, three trackers, two of the hash, norm, negatives]
+    [nonfinite, limits, presence, scaled, code, stage, scale, three trackers, two of the hash, norm, negatives]
 
 After an element-wise MAX over the ranks, the first five are what any rank found (``code``: the gravest reason to skip
 the step, and the lowest rank that has it, by :func:`reason_code`), and each of the next eight is minus the one of its
@@ -223,13 +223,17 @@ class Verdict(NamedTuple):
     """Whether the own loss of the rank ``by`` is the cause."""
     loss: float | None = None
     """This rank's loss, if the host knows it."""
+    gives_up: bool = False
+    """Whether a rank ends the run if the step is skipped, since it has skipped as many in a row as it allows."""
 
 
 class Flags(NamedTuple):
     """The findings of one rank, or of any rank of a group: numbers, or 0-d int32 of a device."""
 
     nonfinite: Array = 0
-    at_min_scale: Array = False
+    limits: Array = 0
+    """1: an overflow must be raised, as the policy says; and 2 more: of this rank, one more skipped step ends the run.
+    Ranks with one state differ in the latter alone."""
     presence: Array = Presence.SOME
     scaled: Array = 2
     """2: a loss was scaled in this iteration, or needs not be; 1: one was before; 0: none was."""
@@ -238,7 +242,7 @@ class Flags(NamedTuple):
 
 def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
     """Return the verdict that the ranks' findings give, of which the code is the gravest :func:`reason_code`."""
-    nonfinite, at_min_scale, presence, scaled, code = found
+    nonfinite, limits, presence, scaled, code = found
     reason, by = Reason.STEPPED, None
     if code:
         reason, by = reason_and_rank(code)
@@ -253,7 +257,16 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
     is_idle = not scaled and presence == Presence.ZEROS
     is_unscaled = scaled == 1 and bool(presence)
     return Verdict(
-        reason, by, nonfinite, local_nonfinite, bool(at_min_scale), scale, is_idle, is_unscaled, None, by_loss
+        reason,
+        by,
+        nonfinite,
+        local_nonfinite,
+        bool(limits & 1),
+        scale,
+        is_idle,
+        is_unscaled,
+        by_loss=by_loss,
+        gives_up=limits > 1,
     )
 
 
@@ -279,9 +292,12 @@ def of_arrays(
     """Return the message of a state of arrays, 1-d int32, as :func:`of_numbers` does; no host read."""
     xp, like = array_namespace(state.scale), state.scale
     at_min_scale = policy.at_min_scale(state)
-    flags = found._replace(at_min_scale=False if at_min_scale is None else at_min_scale)
+    if at_min_scale is not None:
+        if found.limits:
+            at_min_scale = found.limits + xp.astype(xp.asarray(at_min_scale), xp.int32)
+        found = found._replace(limits=at_min_scale)
     bits = bits_of_float32(norm) if isinstance(norm, float) else norm_bits(backend, norm)
-    fields: list[Array | int] = [*flags, _USUAL, backend.fingerprint(state), *words, bits]
+    fields: list[Array | int] = [*found, _USUAL, backend.fingerprint(state), *words, bits]
     # All numbers at once: on a device each copy is a launch.
     numbers = backend.integers([int(x) for x in fields if isinstance(x, int)], like)
     parts, used = [], 0

@@ -17,7 +17,6 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import registry, tree, validation
 from gradscale.core.arithmetic import Kind, device, is_floating, kind_of, library_name, nonfinite_flag
 from gradscale.core.gradients import HeldArray, held_arrays, name_gradients, named_gradients
-from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.summaries import Summary
 from gradscale.core.tree import first_floating, require_arrays
@@ -50,17 +49,13 @@ class Diagnosis:
 
     def __init__(self, parts: Parts, *, enabled: bool) -> None:
         self._live, self._agreement, self._reports = parts.live, parts.agreement, parts.reports
-        self._hooks, self._listed = parts.live.hooks, parts.listed
+        self._hooks, self._listed, self._tally = parts.live.hooks, parts.listed, parts.tally
         self._enabled = enabled
-        # How many of the last steps of an optimizer have overflowed.
-        self._overflows: IdentityMap[int] = IdentityMap()
 
     def of_overflow(self, optimizer: Optimizer, iteration: Iteration) -> OverflowReport:
         """Return the report on a step that is skipped now; from the third in a row on with weights and state."""
-        has_overflowed = optimizer in self._reports and self._reports.last(optimizer).reason == "overflow"
-        count = 1 + (self._overflows.get(id(optimizer)) or 0) * has_overflowed
-        self._overflows.put(optimizer, count)
-        asked = Asked(state=count >= _SUSPICIOUS, is_by_itself=True)
+        before = self._tally.streak_of(optimizer).reasons.get("overflow", 0)
+        asked = Asked(state=before + 1 >= _SUSPICIOUS, is_by_itself=True)
         return self.diagnose(optimizer, iteration, asked, gather=True)
 
     def of_stall(self, optimizer: Optimizer, iteration: Iteration) -> str:

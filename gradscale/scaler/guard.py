@@ -13,7 +13,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, as_0d_array, device, kind_of, narrowed, nonfinite_flag, on
-from gradscale.core.identity import IdentityMap
+from gradscale.core.identity import Positions
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.errors import InvalidTypeError, shown, warn_caller
 from gradscale.policies.spikes import SkipSpikes, SpikeState, Window, empty_windows, judge_number, learn_number
@@ -125,8 +125,8 @@ class Guard:
         self._windows: list[list[Window] | SpikeState] = []
         # The first ones are already made: those of optimizers that are or were there.
         self._saved = saved or []
-        # The position of each optimizer's window.
-        self._positions: IdentityMap[int] = IdentityMap()
+        # Of each optimizer's window.
+        self._positions = Positions()
         # By the position of a window, what it has learned last, and what it has become.
         self._learned: dict[int, tuple[Observation, list[Window] | SpikeState]] = {}
 
@@ -174,14 +174,10 @@ class Guard:
 
     def _position_of(self, optimizer: Optimizer) -> int:
         """Return the position of an optimizer's window; a new optimizer takes over one whose owner is gone."""
-        position = self._positions.get(id(optimizer))
-        if position is not None:
-            return position
-        if self._windows:
+        if self._positions.get(optimizer) is None and self._windows:
             # One that is in a reference cycle is there until it is collected, on some ranks sooner than on others.
             gc.collect()
-        taken = self._positions.values()
-        position = next(index for index in range(len(taken) + 1) if index not in taken)
+        position = self._positions.of(optimizer)
         if position == len(self._windows):
             self._windows.append(self._saved_at(position))
             if position == _MANY:
@@ -189,7 +185,6 @@ class Guard:
                     f"skip= has begun window {_MANY + 1}, one for each optimizer that is alive: if each iteration "
                     f"makes a new optimizer, none is ever judged; keep one, or delete it before the next is made"
                 )
-        self._positions.put(optimizer, position)
         return position
 
     def numbers(self) -> SavedWindows:

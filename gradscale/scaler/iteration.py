@@ -25,7 +25,8 @@ from gradscale.scaler.guard import Guard, Losses, Observation, beside, is_nonfin
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
-from gradscale.scaler.reports import Reports, StepReport, Tally, UpdateReport, step_report
+from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
+from gradscale.scaler.stall import Tally
 from gradscale.scaler.state import LiveState, Saved, checked_scale, copied
 from gradscale.scaler.verdict import Pending
 
@@ -132,7 +133,8 @@ class Iteration:
     groups or loaded a state.
     """
 
-    scaled = is_inside_closure = False
+    # Whether some rank has skipped as many steps in a row as it allows.
+    scaled = is_inside_closure = gives_up = False
     state: ScaleState | None = None
     lowered: ScaleState | None = None
     # The state before an update; if that is interrupted, the next call goes back to it.
@@ -145,7 +147,8 @@ class Iteration:
     def __init__(self, number: int, parts: Parts, steps_before: int = 0) -> None:
         self.number, self.parts, self.steps_before = number, parts, steps_before
         self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard, *_ = parts
-        self.steps: list[StepReport] = []
+        # With the position of the optimizer's streak.
+        self.steps: list[tuple[StepReport, int | None]] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
         self._by_id: dict[int, Turn] = {}
@@ -365,7 +368,7 @@ class Iteration:
             if verdict.reason is Reason.NO_GRADIENTS:
                 self.mistakes.tell_of_no_gradients()
             else:
-                self.tally.note(step.report())
+                self.tally.note(step.report(), step.position)
 
     def unscale(
         self,
@@ -434,8 +437,10 @@ class Iteration:
             if turn.refused:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
-            scaled = not_scaled, is_unscaled
-            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, *scaled, *late)
+            scaled, is_last = (not_scaled, is_unscaled), self.tally.is_last_chance(optimizer) and len(groups) > 0
+            turn.pending = Pending(
+                live, agreement, found, state, groups, claim, self.number, turn.code, *scaled, *late, is_last
+            )
         except Exception as error:
             if isinstance(error, GradscaleError):
                 agreement.failure = error
@@ -675,6 +680,7 @@ class Iteration:
                 )
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
         pending, verdicts = self.read_verdicts()
+        self.gives_up = any(each.gives_up and each.reason in (Reason.SPIKE, Reason.OVERFLOW) for each in verdicts)
         if wanted is None and self.lowered is None and not pending:
             self._forbid_update()
         report = self._report(pending, verdicts, wanted) if self.reports.on_update else None
@@ -712,7 +718,7 @@ class Iteration:
         self, pending: Sequence[Pending], verdicts: Sequence[Verdict], wanted: float | None
     ) -> Callable[[], UpdateReport]:
         """Return a function that makes the report of the update once the state is adapted."""
-        live, steps = self.live, [*self.steps]
+        live, steps = self.live, [step for step, _ in self.steps]
         # Somebody wants them since a step whose verdict was to be read later.
         with self.agreement.failing():
             steps += [step_report(one.read(), self.number) for one in pending if one.is_late]

@@ -16,7 +16,8 @@ from gradscale.core.registry import A_GROUP
 from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, shown
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.spikes import SkipSpikes
-from gradscale.scaler.reports import HISTORY_SIZE, WARN_AFTER, Diagnose, OnSkip, OnUpdate
+from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
+from gradscale.scaler.stall import WARN_AFTER
 
 _Arguments = ParamSpec("_Arguments")
 _Returned = TypeVar("_Returned")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from gradscale.core import validation
@@ -11,10 +11,7 @@ from gradscale.core.identity import IdentityMap
 from gradscale.errors import (
     CallOrderError,
     InvalidTypeError,
-    TrainingStalledError,
-    TrainingStalledWarning,
     shown,
-    warn_caller,
 )
 from gradscale.scaler.claim import HELD, Reason, Verdict
 from gradscale.scaler.inputs import Batch
@@ -126,7 +123,6 @@ OnSkip: TypeAlias = Callable[[StepReport], object] | Sequence[Callable[[StepRepo
 OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[UpdateReport], object]]
 
 HISTORY_SIZE = 1024
-WARN_AFTER = 50
 
 
 class Words(NamedTuple):
@@ -134,7 +130,7 @@ class Words(NamedTuple):
 
     name: Literal["overflow", "spike", "refused", "no gradients"]
     cause: str = ""
-    """In a warning, after the number of steps that were skipped for it."""
+    """In a warning of a stall, after the number of steps skipped for it; empty if these count in no streak."""
     deed: str = ""
     """In a log, after the rank that has it."""
 
@@ -143,12 +139,13 @@ class Words(NamedTuple):
 REASONS: dict[Reason, Words] = {
     Reason.NO_GRADIENTS: Words("no gradients"),
     Reason.OVERFLOW: Words("overflow", "non-finite gradients (inf or NaN)"),
-    Reason.REFUSED: Words("refused", "a refusal", "refused it"),
+    Reason.REFUSED: Words("refused", deed="refused it"),
     Reason.SPIKE: Words("spike", "a spike", "saw a spike"),
 }
 HELD_NAMES = [REASONS[reason].name for reason in HELD]
 """The reasons of steps that move no scale."""
-_COUNTED = ("taken", REASONS[Reason.OVERFLOW].name, *HELD_NAMES)
+COUNTED = ("taken", REASONS[Reason.OVERFLOW].name, *HELD_NAMES)
+"""What steps are counted by."""
 
 
 _Report = TypeVar("_Report")
@@ -160,6 +157,8 @@ class Deferred(NamedTuple):
 
     pending: Pending
     iteration: int
+    position: int
+    """Of the optimizer's streak."""
     batch: Batch = None
 
     def report(self) -> StepReport:
@@ -230,11 +229,10 @@ class Reports:
         if report.skipped and self.on_skip and rank is not None:
             _call(self.on_skip, report, rank())
 
-    def record_later(self, optimizer: object, iteration: int, pending: Pending, batch: Batch = None) -> None:
+    def record_later(self, optimizer: object, entry: Deferred) -> None:
         """Keep a step whose verdict the CPU has not read; the history leaves out those of captured graphs."""
-        entry = Deferred(pending, iteration, batch)
         self._last.put(optimizer, entry)
-        if not pending.is_captured:
+        if not entry.pending.is_captured:
             self.under_way.append(entry)
             self._history.append(entry)
 
@@ -291,103 +289,3 @@ def callbacks_of(name: str, callbacks: object) -> Callbacks[Any]:
         msg = f"{name} must be a callable that takes a report, or a sequence of these, got {shown(callbacks)}"
         raise InvalidTypeError(msg)
     return tuple(listed)
-
-
-class Row(NamedTuple):
-    """Iterations in a row whose every step was skipped."""
-
-    length: int = 0
-    iteration: int = 0
-    reasons: Mapping[str, int] = {}
-    """How many steps were skipped for each."""
-    ranks: frozenset[int] = frozenset()
-    first: float = 0.0
-    """The scale of the first step, of the one before the last, and of the last."""
-    previous: float = 0.0
-    last: float = 0.0
-
-    def plus(self, step: StepReport) -> Row:
-        """Return the row with one more skipped step."""
-        return Row(
-            self.length + (step.iteration != self.iteration),
-            step.iteration,
-            {**self.reasons, step.reason: self.reasons.get(step.reason, 0) + 1},
-            self.ranks if step.by is None else self.ranks | {step.by},
-            self.first if self.length else step.scale,
-            self.last,
-            step.scale,
-        )
-
-    @property
-    def is_falling(self) -> bool:
-        """Whether the scale still falls, as a first one that is much too large may for long."""
-        return 1.0 < self.last < self.previous
-
-    @property
-    def never_scales(self) -> bool:
-        """Whether nothing was scaled, as the scale was always 1."""
-        return self.first == self.last == 1.0
-
-    def __str__(self) -> str:
-        causes: dict[str, str] = {words.name: words.cause for words in REASONS.values()}
-        reasons = ", ".join(f"{count} for {causes[name]}" for name, count in self.reasons.items())
-        seen = f"first seen by rank {', '.join(map(str, sorted(self.ranks)))}; " if self.ranks else ""
-        scales = "" if self.never_scales else f"the scale went from {self.first:g} to {self.last:g}, and "
-        return (
-            f"each step of the last {self.length} iterations was skipped: {reasons}; {seen}{scales}no weight has "
-            f"changed since"
-        )
-
-
-_NO_ROW = Row()
-
-
-def tell(sentences: Iterable[str], *, gives_up: bool) -> None:
-    """Raise TrainingStalledError with some sentences, of which some may be empty, or warn."""
-    msg = ". ".join(filter(None, sentences))
-    if gives_up:
-        raise TrainingStalledError(msg)
-    warn_caller(msg, TrainingStalledWarning)
-
-
-class Tally:
-    """Counts the steps of a scaler, and the iterations in a row whose every step was skipped.
-
-    A late verdict counts when the CPU has it, and those of a captured graph do not count.
-    """
-
-    def __init__(self, options: Mapping[str, object]) -> None:
-        given = {"warn_after": WARN_AFTER, "give_up_after": None, **options}
-        self._warn_after, self._give_up_after = (
-            None if given[name] is None else validation.integer(name, given[name], 1, validation.LARGEST_INT32)
-            for name in ("warn_after", "give_up_after")
-        )
-        self.restart({})
-
-    def restart(self, counts: Mapping[str, int]) -> None:
-        """Go on from saved counts."""
-        self.counts = {name: counts.get(name, 0) for name in _COUNTED}
-        self.row, self._warn_at, self._made_in = _NO_ROW, self._warn_after, 0
-
-    def note(self, step: StepReport) -> None:
-        """Count a step."""
-        name = step.reason if step.skipped else "taken"
-        # Reports and copies of the scaler may hold the counts of before.
-        self.counts = {**self.counts, name: self.counts[name] + 1}
-        if not step.skipped:
-            # Its iteration's other steps are no row either.
-            self.row, self._warn_at, self._made_in = _NO_ROW, self._warn_after, step.iteration
-        elif step.iteration != self._made_in:
-            self.row = self.row.plus(step)
-
-    @property
-    def has_to_give_up(self) -> bool:
-        """Whether as many iterations in a row were skipped as the user allows."""
-        return self._give_up_after is not None and self.row.length >= self._give_up_after
-
-    def has_to_warn(self) -> bool:
-        """Tell whether a warning is due: after some skipped iterations, and again after ten times as many."""
-        if self._warn_at is None or self.row.length < self._warn_at or self.row.is_falling:
-            return False
-        self._warn_at *= 10
-        return True

@@ -37,7 +37,8 @@ from gradscale.scaler.iteration import UNSCALING, Iteration, Parts, Stage
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
-from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, Tally, callbacks_of, step_report, tell
+from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepReport, callbacks_of, step_report
+from gradscale.scaler.stall import Tally, raise_or_warn
 from gradscale.scaler.state import LiveState, checked_scale
 from gradscale.scaler.stepper import Step
 
@@ -115,8 +116,9 @@ class GradScaler:
     skip : SkipSpikes, optional
         Skip the steps whose loss or norm it calls a spike, too. The scale stays as it is.
     warn_after : int or None, default 50
-        After so many iterations in a row whose every step was skipped, and again after ten times as many, a
-        TrainingStalledWarning says why, and whether the weights hold inf or NaN. None for no warning.
+        After so many steps of an optimizer in a row that were skipped, and again after ten times as many, a
+        TrainingStalledWarning says why, and whether the weights hold inf or NaN. Those that the program has refused do
+        not count. None for no warning.
     give_up_after : int, optional
         After so many ``update`` raises TrainingStalledError, on all ranks. Each step reads its verdict then.
     hold : module of torch, array, or list of these, optional
@@ -390,7 +392,8 @@ class GradScaler:
             When an overflow finds the scale at ``min_scale`` and the policy says so; the iteration is ended first, so
             the scaler can be saved or used on. What a callback has raised in the same call is its ``__context__``.
         TrainingStalledError
-            With ``give_up_after``, once so many iterations in a row were skipped; the iteration is ended first, too.
+            With ``give_up_after``, once so many steps of an optimizer in a row were skipped; the iteration is ended
+            first, too.
         InvalidValueError, InvalidTypeError
             For a new scale that is not finite and above zero, or outside the policy's bounds; nothing is changed.
         ScaleDesyncError, CollectiveTimeoutError
@@ -408,23 +411,26 @@ class GradScaler:
             for turn in ended.turns:
                 steps += turn.is_over and not turn.is_declined
                 if turn.left_out is not None:
-                    told.append(step_report(turn.left_out, ended.number))
+                    owner = turn.owner() if turn.owner is not None else None
+                    position = None if owner is None else parts.tally.position_of(owner)
+                    told.append((step_report(turn.left_out, ended.number), position))
             following = Iteration(ended.number + 1, parts, steps)
             if parts.is_guard and ended.is_over:
                 following.go_on_from(ended)
             self._iteration = following
-            for step in told:
-                parts.tally.note(step)
+            for step, position in told:
+                parts.tally.note(step, position)
+            stalled, gives_up = parts.tally.take_grown(gives_up=ended.gives_up)
             try:
                 if report is not None:
                     parts.reports.tell_update(report())
             except Exception as error:
-                if underflow is not None or parts.tally.has_to_give_up:
+                if underflow is not None or gives_up:
                     # A callback may fail on one rank, and all ranks raise these.
-                    self._raise_for_all(ended, underflow, f"A callback of on_update has failed, too: {shown(error)}")
+                    note = f"A callback of on_update has failed, too: {shown(error)}"
+                    self._raise_for_all(ended, underflow, stalled, gives_up, note)
                 raise
-            if underflow is not None or parts.tally.row.length:
-                self._raise_for_all(ended, underflow)
+            self._raise_for_all(ended, underflow, stalled, gives_up)
 
     # Reports.
 
@@ -628,19 +634,20 @@ class GradScaler:
         Keys: torch's five (``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``),
         so that torch's scalers can load it; ``version``, ``iteration``, the other trackers, and ``policy`` with every
         setting; ``counts``, and ``steps``, which ranks compare in their next message, so that each may load a state of
-        its own; with ``skip=`` also ``spikes``, the values of its windows, two host reads for each optimizer. They are
-        in the order in which optimizers were first judged, which must be the same after loading. Call it between
+        its own; with ``skip=`` also ``spikes``, the values of its windows, two host reads for each optimizer; and with
+        ``give_up_after=`` as text ``streaks``, the skipped steps in a row of each. They are in the order in which
+        optimizers were first judged and stepped, which must be the same after loading. Call it between
         iterations.
         """
         if not self._enabled:
             return {}
         live, guard = self._parts.live, self._parts.guard
-        windows = None if guard is None else guard.numbers()
+        windows, streaks = None if guard is None else guard.numbers(), self._parts.tally.saved()
         # Counts are read first, and with them the verdicts that are late.
         iteration, counts = self._iteration, self.counts()
         # Not those of this iteration that are skipped, which some ranks may leave out.
         steps = iteration.steps_before + sum(turn.is_made for turn in iteration.turns)
-        return checkpoint.build(live.policy, live.numbers(), iteration.number, counts, steps, windows)
+        return checkpoint.build(live.policy, live.numbers(), iteration.number, counts, steps, windows, streaks)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
@@ -672,7 +679,7 @@ class GradScaler:
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
         live.load(loaded.policy, loaded.snapshot)
-        self._parts.tally.restart(loaded.counts)
+        self._parts.tally.restart(loaded.counts, loaded.streaks)
         if self._parts.guard is not None:
             self._parts.guard.load(loaded.windows, live.hooks.put)
 
@@ -749,43 +756,49 @@ class GradScaler:
             turn.has_failed = False
             return
         batch = None if turn.inputs is None else turn.inputs.batch
+        position = self._parts.tally.position_of(optimizer)
         turn.stage, turn.verdict, turn.has_failed = Stage.STEPPED, step.verdict, False
         if step.verdict is None:
             assert turn.pending is not None
-            reports.record_later(optimizer, iteration.number, turn.pending, batch)
+            reports.record_later(optimizer, Deferred(turn.pending, iteration.number, position, batch))
             return
         overflow = None
         if step.verdict.nonfinite and reports.diagnoses:
             overflow = self._diagnosis.of_overflow(optimizer, iteration)
         report = step_report(step.verdict, iteration.number, step.retries, overflow, batch)
-        iteration.steps.append(report)
+        iteration.steps.append((report, position))
         reports.record(optimizer, report, self._parts.agreement.rank)
 
-    def _raise_for_all(self, ended: Iteration, underflow: ScaleUnderflowError | None, note: str | None = None) -> None:
+    def _raise_for_all(
+        self,
+        ended: Iteration,
+        underflow: ScaleUnderflowError | None,
+        stalled: int | None,
+        gives_up: bool,
+        note: str | None = None,
+    ) -> None:
         """Raise what ends a run on all ranks, or warn of a run that stalls."""
         try:
             if underflow is not None:
                 raise underflow
-            self._tell_of_stall(ended)
+            if stalled is not None:
+                self._tell_of_stall(ended, stalled, gives_up=gives_up)
         except GradscaleError as error:
             if note is not None:
                 error.add_note(note)
             raise
 
-    def _tell_of_stall(self, ended: Iteration) -> None:
-        """Warn of a run whose every step is skipped, with the cause that this rank sees, or raise as the user wants."""
+    def _tell_of_stall(self, ended: Iteration, position: int, *, gives_up: bool) -> None:
+        """Warn of an optimizer whose every step is skipped, with the cause that this rank sees, or raise."""
         tally, guard = self._parts.tally, self._parts.guard
-        gives_up = tally.has_to_give_up
-        if not gives_up and not tally.has_to_warn():
-            return
-        texts = [str(tally.row)]
-        if "overflow" in tally.row.reasons:
-            texts += [self._diagnosis.of_stall(optimizer, ended) for optimizer in ended.optimizers()]
-        if "spike" in tally.row.reasons and guard is not None:
+        streak = tally.told(position)
+        stalled = [optimizer for optimizer in ended.optimizers() if tally.streak_of(optimizer) is streak]
+        texts = [streak.sentence(type(stalled[0]).__name__ if stalled else "an optimizer")]
+        if "overflow" in streak.reasons:
+            texts += [self._diagnosis.of_stall(optimizer, ended) for optimizer in stalled]
+        if "spike" in streak.reasons and guard is not None:
             texts.append(f"All is judged by skip={shown(guard.rule)}, which may be too strict for what is usual here")
-        if "refused" in tally.row.reasons:
-            texts.append("The program calls refuse() for each step, or the optimizer refuses it by itself")
-        tell(texts, gives_up=gives_up)
+        raise_or_warn(texts, gives_up=gives_up)
 
 
 class ShardedGradScaler(GradScaler):
@@ -933,7 +946,7 @@ class StepGuard(ShardedGradScaler):
         if self._enabled:
             # The scale and its settings are checked, and left out.
             loaded = checkpoint.parse(state_dict, _ONE)
-            kept = loaded.iteration, loaded.counts, loaded.steps, loaded.windows
+            kept = loaded.iteration, loaded.counts, loaded.steps, loaded.windows, loaded.streaks
             state_dict = checkpoint.build(_ONE, {"scale": 1.0}, *kept)
         super().load_state_dict(state_dict)
 

@@ -58,6 +58,7 @@ class Pending:
         is_unscaled: bool = False,
         loss: Array | float | None = None,
         is_judged_late: bool = False,
+        is_last_chance: bool = False,
     ) -> None:
         self.found, self.state, self.groups, self.is_judged_late = found, state, groups, is_judged_late
         # Gradients of a state before a load say nothing of the one in force.
@@ -92,7 +93,7 @@ class Pending:
             and not self._reads_loss
         ):
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
-            flags = Flags(count, at_min_scale, presence, scaled, code)
+            flags = Flags(count, at_min_scale + 2 * is_last_chance, presence, scaled, code)
             if not groups:
                 if live.backend.is_shared:
                     live.require_possible(numbers[0])
@@ -106,7 +107,7 @@ class Pending:
             xp = live.home
             if isinstance(count, int) and not self.is_judged_by_host:
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
-            flags = Flags(count, False, presence, scaled, code)
+            flags = Flags(count, 2 * is_last_chance, presence, scaled, code)
             if groups:
                 sent = claims.of_arrays(live.backend, live.policy, state, claims.hash_of(claim), flags, norm)
                 self._ballot = agreement.send(groups, sent, number, claim)
@@ -194,7 +195,7 @@ class Pending:
     def _packed_alone(self, flags: Flags) -> tuple[Flags, Array]:
         live, state = self._live, self.state
         at_min_scale = live.policy.at_min_scale(state)
-        flags = flags if at_min_scale is None else flags._replace(at_min_scale=at_min_scale)
+        flags = flags if at_min_scale is None else flags._replace(limits=at_min_scale)
         words = [self.found.deferred.words] if self.found.deferred is not None and self.is_judged_by_host else []
         if self._reads_norm:
             bits = live.backend.bits(self._norm)

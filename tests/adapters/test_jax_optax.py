@@ -179,7 +179,7 @@ def test_a_warning_says_that_the_weights_hold_nan_and_only_what_it_can_see():
         _, _, verdict, state = differentiate(state, jnp.ones(()))
     nan = jnp.full(2, jnp.nan)
     params = {"a": nan.at[0].set(1.0), "head": [jnp.ones(2), nan], "step": jnp.int32(1), "f": len}
-    begin = "each step of the last 2 iterations was skipped: 2 for non-finite gradients (inf or NaN); no weight has "
+    begin = "each of the last 2 steps of the optimizer was skipped: 2 for non-finite gradients (inf or NaN); it "
     for given, cause in (
         (params, "Cause: weights. Weights hold inf or NaN, the most in \"['head'][1]\""),
         ({"w": jnp.ones(2)}, ""),
@@ -266,7 +266,7 @@ def test_a_bad_batch_on_either_device_leaves_no_trace_in_the_weights(names, devi
 
 def test_the_page_gives_up_after_exactly_20_with_the_state_of_before(names):
     left = iter(batches(40))
-    words = r"the last 20 iterations was skipped: 20 for non-finite.*Weights hold inf or NaN, the most in \"\['w'\]\""
+    words = r"the last 20 steps of the .* 20 for non-finite.*Weights hold inf or NaN, the most in \"\['w'\]\""
     with pytest.raises(TrainingStalledError, match=words):
         trained(names, left, weight=np.nan, log_every=1)
     assert len([*left]) == 20

@@ -548,12 +548,12 @@ def test_a_stalled_run_is_told_once_the_late_verdicts_have_come_and_given_up_in_
             if number % 2:
                 cuda.finish(0)
 
-    with pytest.warns(gradscale.TrainingStalledWarning, match="last 6 iterations was skipped: 6 for non-finite"):
+    with pytest.warns(gradscale.TrainingStalledWarning, match="last 6 steps of SGD was skipped: 6 for non-finite"):
         train()
     run = run_on(GradScaler("cuda", policy=gradscale.StaticScale(8.0), give_up_after=5), "SGD-fused", "cuda:0")
     for gradient in (1.0, *[math.nan] * 4):
         run.iterate(gradient)
-    with pytest.raises(gradscale.TrainingStalledError, match="each step of the last 5 iterations was skipped: 5 for"):
+    with pytest.raises(gradscale.TrainingStalledError, match="each of the last 5 steps of SGD was skipped: 5 for"):
         run.iterate(math.nan)
     assert run.scaler.counts() == {"taken": 1, "overflow": 5, "spike": 0, "refused": 0}
 

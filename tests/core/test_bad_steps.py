@@ -1,7 +1,9 @@
 """Bad steps: spikes, guards, and runs whose every step is skipped: errors, warnings and logs; see lives.py, too."""
 
 import copy
+import functools
 import gc
+import json
 import logging
 import math
 import pickle
@@ -142,7 +144,9 @@ def test_the_warning_says_how_long_why_and_what_holds_nan():
     optimizer.weights[0][:] = np.nan
     words = stall_warning(scaler, optimizer)
     assert "Cause: weights. Weights hold inf or NaN, the most in 'layer.0': load a checkpoint" in words
-    assert words.startswith("each step of the last 50 iterations was skipped: 50 for non-finite gradients (inf or NaN)")
+    assert words.startswith(
+        "each of the last 50 steps of Momentum was skipped: 50 for non-finite gradients (inf or NaN)"
+    )
     assert "first seen by rank 0; the scale went from 1024 to 1.8" in words
     optimizer.weights[0][:] = 1.0
     optimizer.of(0)["exp_avg"][0] = np.inf
@@ -151,6 +155,109 @@ def test_the_warning_says_how_long_why_and_what_holds_nan():
     other = Tree()
     scaler = gradscale.GradScaler(on_skip=lambda _: vars(other).update(grads=vars(other)))
     assert "Cause" not in stall_warning(scaler, other)
+
+
+class Critic(Tree):
+    """An optimizer of another name."""
+
+
+TWO = Tree(), Critic()
+
+
+def run_two(scaler: gradscale.GradScaler, *gradients: float, times: int = 1, refused: bool = False) -> None:
+    """Step one optimizer for each gradient."""
+    for _ in range(times):
+        for optimizer, gradient in zip(TWO, gradients, strict=True):
+            optimizer.grads = scaler.scale([np.float32([gradient])])
+            if refused:
+                scaler.refuse(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+
+
+# Below a scale of 1 it does not count as falling.
+KINDS = {"scaler": functools.partial(gradscale.GradScaler, init_scale=1.0), "guard": StepGuard}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_that_is_never_stepped_is_told_of_beside_one_that_is(kind: str):
+    scaler = KINDS[kind](warn_after=3, give_up_after=40)
+    with pytest.warns(gradscale.TrainingStalledWarning, match="each of the last 3 steps of Tree was skipped") as caught:
+        run_two(scaler, math.nan, 1.0, times=29)
+    assert len(caught) == 1
+    with pytest.warns(gradscale.TrainingStalledWarning, match="each of the last 30 steps of Tree"):
+        run_two(scaler, math.nan, 1.0, times=10)
+    with pytest.raises(gradscale.TrainingStalledError, match="each of the last 40 steps of Tree was skipped: 40 for"):
+        run_two(scaler, math.nan, 1.0)
+    # The other optimizer's steps raise nothing.
+    TWO[1].grads = scaler.scale([np.float32([1.0])])
+    scaler.step(TWO[1])
+    scaler.update()
+
+
+def test_refusals_of_the_program_are_no_stall_and_end_none():
+    scaler = KINDS["scaler"](warn_after=2, give_up_after=3)
+    run_two(scaler, 1.0, 1.0, times=5, refused=True)
+    run_two(scaler, math.nan, 1.0)
+    run_two(scaler, 1.0, 1.0, refused=True)
+    with pytest.warns(gradscale.TrainingStalledWarning, match="2 steps of Tree was skipped: 2 for non-finite"):
+        run_two(scaler, math.nan, 1.0)
+    run_two(scaler, 1.0, 1.0, refused=True)
+    with pytest.raises(gradscale.TrainingStalledError, match="3 steps of Tree was skipped: 3 for non-finite"):
+        run_two(scaler, math.nan, 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jobs_that_each_end_too_soon_give_up_together(kind: str):
+    scaler, resumed = (KINDS[kind](give_up_after=10) for _ in range(2))
+    run_two(scaler, 1.0, math.inf, times=6)
+    saved = json.loads(json.dumps(scaler.state_dict()))
+    resumed.load_state_dict(saved)
+    run_two(resumed, 1.0, math.inf, times=3)
+    with pytest.raises(gradscale.TrainingStalledError, match="10 steps of Critic was skipped: 10 for non-finite"):
+        run_two(resumed, 1.0, math.inf)
+    # A scaler that gives up for none has no such key, and takes it.
+    other = KINDS[kind]()
+    other.load_state_dict(saved)
+    assert "streaks" not in other.state_dict()
+
+
+def test_a_rank_that_has_joined_later_gives_up_in_the_same_call():
+    def train(group) -> int:
+        scaler, optimizer = gradscale.ShardedGradScaler(group=group, give_up_after=4), Tree()
+        if group.rank == 1:
+            scaler.load_state_dict(scaler.state_dict() | {"streaks": '[{"overflow": 2}]', "iteration": 1})
+        for number in range(4):
+            optimizer.grads = scaler.scale([np.float32([math.nan])])
+            scaler.step(optimizer)
+            try:
+                scaler.update()
+            except gradscale.TrainingStalledError:
+                return number
+        return -1
+
+    assert gradscale.testing.run_ranks(3, train) == [1] * 3
+
+
+BAD_STREAKS = [
+    3,
+    None,
+    "",
+    "{",
+    "{}",
+    "[3]",
+    '[{"overflow": -1}]',
+    '[{"spike": "many"}]',
+    '[{"overflow": 1e400}]',
+    "[" * 10**5,
+]
+
+
+@pytest.mark.parametrize("streaks", BAD_STREAKS, ids=lambda streaks: str(streaks)[:20])
+def test_streaks_that_no_scaler_has_saved_are_not_loaded(streaks: object):
+    scaler = gradscale.GradScaler(give_up_after=2)
+    with pytest.raises(gradscale.StateDictError, match="streaks must be"):
+        scaler.load_state_dict(scaler.state_dict() | {"streaks": streaks})
 
 
 @pytest.mark.parametrize("runs", [8, *later("ranks", 50), *later("all", 10_000)])

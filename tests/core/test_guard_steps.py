@@ -339,7 +339,7 @@ def test_a_run_that_stalls_ends_in_the_step_on_all_ranks():
         value = math.nan if rank_and_size(group)[0] == 1 else 1.0
         for _ in range(2):
             stepped(guard, optimizer, value)
-        with pytest.raises(gradscale.TrainingStalledError, match="the last 3 iterations"):
+        with pytest.raises(gradscale.TrainingStalledError, match="each of the last 3 steps of Tree"):
             stepped(guard, optimizer, value)
         return guard.counts()["overflow"]
 

@@ -23,7 +23,7 @@ LIBRARIES = ["numpy", "strict", pytest.param("torch", marks=[pytest.mark.torch, 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 # The life of the first seed has all that is drawn within few calls.
-@pytest.mark.parametrize("seed", [3, *later("all", 1, 2, 4, 5, 6, 7, 9, 10)])
+@pytest.mark.parametrize("seed", [1, *later("all", 2, 3, 4, 5, 6, 7, 9, 10)])
 def test_a_random_life_alone_is_the_models(seed: int, library: str):
     require(library)
     counts = lives.live(None, examples(10_000 if library == "numpy" else 1_500), seed, library)["counts"]

@@ -47,7 +47,7 @@ ENDS = ("ScaleUnderflowError", "TrainingStalledError", "TrainingStalledWarning",
 KINDS = {kind.__name__: kind for kind in (DynamicScale, StaticScale, GradualScale)}
 FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 # What a state dict may lack, and what a StepGuard makes nothing of.
-OPTIONAL = ("policy", "counts", "spikes", "iteration", "version", "_overflow_tracker", "_rescale_tracker")
+OPTIONAL = ("policy", "counts", "spikes", "streaks", "iteration", "version", "_overflow_tracker", "_rescale_tracker")
 FOREIGN = {"scale": 64.0, "growth_factor": 1.5, "backoff_factor": 0.25, "growth_interval": 9, "_growth_tracker": 1}
 
 POLICIES = [
@@ -127,6 +127,19 @@ class Memory:
 
 
 @dataclasses.dataclass
+class Streak:
+    """Skipped steps of an optimizer in a row: how many for each reason; of those since a load, rank and scale."""
+
+    reasons: collections.Counter[str]
+    ranks: list[int | None] = dataclasses.field(default_factory=list)
+    scales: list[float] = dataclasses.field(default_factory=list)
+    warned_at: int = 0
+
+    def __len__(self) -> int:
+        return sum(self.reasons.values())
+
+
+@dataclasses.dataclass
 class Turn:
     """How far an optimizer is in its iteration, and why its step is skipped, if so: what all ranks agree on."""
 
@@ -175,17 +188,28 @@ class Model:
         self.has_array = False
         # Whether it was said that nothing was scaled, and that a rule has nothing to judge.
         self.knows_unscaled = self.knows_nothing = self.knows_no_gradients = False
+        # Whose streaks these are, in the order of their first steps.
+        self.owners: list[int] = []
         self.restart()
 
-    def restart(self):
-        """Count the iterations in a row whose every step is skipped from here on."""
-        self.row, self.warn_at = [], self.settings["warn_after"]
+    def restart(self, saved: str = "[]"):
+        """Count the steps of each optimizer that are skipped in a row from here on, after those that were saved."""
+        self.streaks = [Streak(collections.Counter(reasons)) for reasons in json.loads(saved)]
+
+    def streak(self, k: int) -> "Streak":
+        """Return the skipped steps of an optimizer in a row."""
+        if k not in self.owners:
+            self.owners.append(k)
+        while len(self.streaks) <= (position := self.owners.index(k)):
+            self.streaks.append(Streak(collections.Counter()))
+        return self.streaks[position]
 
     def begin(self):
         """Begin an iteration."""
         # The turns of optimizers, in the order in which they are met; the reports of steps; on each rank, the losses.
         self.turns: dict[int, Turn] = collections.defaultdict(Turn)
         self.reports: list[StepReport] = []
+        self.steppers: list[int] = []
         self.losses: list[list[float]] = []
         # Whether an optimizer was judged by them, so that the next are another's.
         self.is_judged = self.is_scaled = False
@@ -338,6 +362,8 @@ class Model:
             turn.is_declined, turn.reason, turn.by = True, "refused", self.rank
         turn.stage = "stepped"
         self.reports.append(self.report(turn, retries))
+        self.steppers.append(k)
+        self.streak(k)
         self.history.append(self.reports[-1])
         return self.reports[-1]
 
@@ -384,7 +410,7 @@ class Model:
         judged = {k: turn for k, turn in self.turns.items() if turn.stage != "ready" and turn.reason != "no gradients"}
         has_retried = any(report.retries for report in self.reports)
         before = self.scale if has_retried else [*self.reports, *judged.values(), self][0].scale
-        told = [*self.reports]
+        told = [*zip(self.steppers, self.reports, strict=True)]
         for k, turn in judged.items():
             if turn.is_over:
                 self.steps += not turn.is_declined
@@ -392,13 +418,21 @@ class Model:
                     if found is not None and turn.reason in ("stepped", "spike"):
                         memory.learn(k, found, turn.reason == "spike")
                 if turn.stage == "unscaled" or turn.is_left_out:
-                    told.append(self.report(turn))
-        for report in told:
+                    told.append((k, self.report(turn)))
+        grown: list[int] = []
+        for k, report in told:
             self.counts["taken" if report.reason == "stepped" else report.reason] += 1
-        if not all(report.skipped for report in told):
-            self.restart()
-        else:
-            self.row += told
+            streak = self.streak(k)
+            if report.reason == "stepped":
+                self.streaks[self.owners.index(k)] = Streak(collections.Counter())
+            elif report.reason != "refused":
+                streak.reasons[report.reason] += 1
+                streak.ranks.append(report.by)
+                streak.scales.append(report.scale)
+                grown.append(self.owners.index(k))
+        grown.sort(key=lambda position: (len(self.streaks[position]), position))
+        most = self.settings["give_up_after"]
+        gives_up = most is not None and len(grown) > 0 and len(self.streaks[grown[-1]]) >= most
         # A spike or a refusal moves no scale, nor do gradients that are nothing but zeros after a load.
         moving = [turn for turn in judged.values() if turn.reason in ("stepped", "overflow") and not turn.is_idle]
         overflows = [turn for turn in moving if turn.reason == "overflow"]
@@ -417,35 +451,31 @@ class Model:
         self.begin()
         if is_at_min and not isinstance(failure, KeyboardInterrupt):
             return report, gradscale.ScaleUnderflowError, ["at its minimum, "]
-        if failure is not None and (isinstance(failure, KeyboardInterrupt) or not self.gives_up):
+        if failure is not None and (isinstance(failure, KeyboardInterrupt) or not gives_up):
             return report, type(failure), [str(failure)]
-        return report, *self.stall()
+        return report, *self.stall(grown, gives_up)
 
-    @property
-    def gives_up(self) -> bool:
-        """Whether as many iterations in a row were skipped as are allowed."""
-        most = self.settings["give_up_after"]
-        return most is not None and len({report.iteration for report in self.row}) >= most
-
-    def stall(self) -> tuple[type[Exception] | None, Sequence[str]]:
-        """Return the error or the warning after steps that were all skipped, for some iterations in a row."""
-        length, scales = len({report.iteration for report in self.row}), [report.scale for report in self.row]
-        gives_up = self.gives_up
-        # As a first scale that is much too large does for long.
-        is_falling = len(scales) > 1 and 1.0 < scales[-1] < scales[-2]
-        if not scales or not (gives_up or (self.warn_at is not None and length >= self.warn_at and not is_falling)):
+    def stall(self, grown: Sequence[int], gives_up: bool) -> tuple[type[Exception] | None, Sequence[str]]:
+        """Return the error or the warning after skipped steps of an optimizer in a row; ``grown``: the longest last."""
+        for position in reversed(grown):
+            streak, most = self.streaks[position], self.settings["warn_after"]
+            scales = streak.scales
+            # As a first scale that is much too large does for long.
+            is_falling = len(scales) > 1 and 1.0 < scales[-1] < scales[-2]
+            is_due = most is not None and len(streak) >= (10 * streak.warned_at or most) and not is_falling
+            if gives_up or is_due:
+                break
+        else:
             return None, ()
-        self.warn_at = self.warn_at if gives_up else 10 * self.warn_at
-        causes = {"overflow": "non-finite gradients (inf or NaN)", "spike": "a spike", "refused": "a refusal"}
-        reasons = collections.Counter(causes[report.reason] for report in self.row)
-        ranks = sorted({report.by for report in self.row})
+        streak.warned_at = len(streak)
+        causes = {"overflow": "non-finite gradients (inf or NaN)", "spike": "a spike"}
+        reasons = ", ".join(f"{count} for {causes[name]}" for name, count in streak.reasons.items())
+        ranks = ", ".join(map(str, sorted(set(streak.ranks))))
         moved = "" if scales[0] == scales[-1] == 1.0 else f"the scale went from {scales[0]:g} to {scales[-1]:g}, and "
         said = [
-            f"each step of the last {length} iterations was skipped: ",
-            f": {', '.join(f'{count} for {cause}' for cause, count in reasons.items())}; first seen by rank ",
-            f" by rank {', '.join(map(str, ranks))}; {moved}no weight has changed since",
-            *(["All is judged by skip=SkipSpikes("] if "a spike" in reasons else []),
-            *(["calls refuse() for each step, or the optimizer refuses it"] if "a refusal" in reasons else []),
+            f"each of the last {len(streak)} steps of ",
+            f" was skipped: {reasons}; first seen by rank {ranks}; {moved}it has changed no weight since",
+            *(["All is judged by skip=SkipSpikes("] if streak.reasons["spike"] and self.settings["skip"] else []),
         ]
         return gradscale.TrainingStalledError if gives_up else gradscale.TrainingStalledWarning, said
 
@@ -479,10 +509,16 @@ class Model:
             "iteration": self.iteration,
             "policy": {"kind": type(self.policy).__name__, **dataclasses.asdict(self.policy)},
             **({} if memory.rule is None else {"spikes": memory.saved}),
+            **({} if self.settings["give_up_after"] is None else {"streaks": self.saved_streaks()}),
             "counts": self.counts,
             # Without those of this iteration that are skipped.
             "steps": self.steps + sum(t.stage == "stepped" and t.reason == "stepped" for t in self.turns.values()),
         }
+
+    def saved_streaks(self) -> str:
+        """Return the streaks as a state dict has them."""
+        known = [dict(streak.reasons) for streak in self.streaks]
+        return json.dumps(known[: 1 + max((index for index, one in enumerate(known) if one), default=-1)])
 
     def load(self, saved: Mapping[str, Any], spikes: Sequence[Any], is_kept: bool):
         """Go on with a state dict, and the windows of each rank; gradients that nobody has unscaled may be kept."""
@@ -498,7 +534,7 @@ class Model:
         kept, self.steps = (self.used, self.losses, self.is_judged, self.is_scaled), saved.get("steps", 0)
         self.is_unused = self.is_unused or self.is_begun
         self.is_new, self.is_fresh = False, True
-        self.restart()
+        self.restart(saved.get("streaks", "[]"))
         for memory, one in zip(self.memories, spikes, strict=True):
             memory.load(one) if memory.rule is not None else None
         self.begin()
@@ -508,6 +544,7 @@ class Model:
     def copied(self):
         """Go on as a copy, without the reports and the gradients of a loss that was scaled before a load."""
         self.history.clear()
+        self.owners = []
         for memory in self.memories:
             memory.owners = []
         if self.is_fresh and self.used is not None:

@@ -1,0 +1,179 @@
+"""Tally: how many steps were made or skipped, and for each optimizer its skipped steps in a row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from gradscale.core import validation
+from gradscale.core.identity import Positions
+from gradscale.errors import InvalidValueError, TrainingStalledError, TrainingStalledWarning, shown, warn_caller
+from gradscale.scaler.reports import COUNTED, REASONS, StepReport
+
+WARN_AFTER = 50
+_CAUSES: dict[str, str] = {words.name: words.cause for words in REASONS.values() if words.cause}
+
+
+class SkipStreak(NamedTuple):
+    """Steps of one optimizer that were skipped in a row; those that the program has refused are left out."""
+
+    reasons: Mapping[str, int] = {}
+    """How many were skipped for each."""
+    ranks: frozenset[int] = frozenset()
+    first: float = 0.0
+    """The scale of the first step since the state was loaded, of the one before the last, and of the last."""
+    previous: float = 0.0
+    last: float = 0.0
+    warned_at: int = 0
+    """Its length when it was last warned of."""
+
+    @property
+    def length(self) -> int:
+        """How many steps it has."""
+        return sum(self.reasons.values())
+
+    def plus(self, step: StepReport) -> SkipStreak:
+        """Return the streak with one more skipped step."""
+        return SkipStreak(
+            {**self.reasons, step.reason: self.reasons.get(step.reason, 0) + 1},
+            self.ranks if step.by is None else self.ranks | {step.by},
+            self.first or step.scale,
+            self.last,
+            step.scale,
+            self.warned_at,
+        )
+
+    @property
+    def is_falling(self) -> bool:
+        """Whether the scale still falls, as a first one that is much too large may for long."""
+        return 1.0 < self.last < self.previous
+
+    @property
+    def never_scales(self) -> bool:
+        """Whether nothing was scaled, as the scale was always 1."""
+        return self.first == self.last == 1.0
+
+    def sentence(self, optimizer: str) -> str:
+        """Say in words how long it is, why, and who has seen it; ``optimizer``: what to call that."""
+        reasons = ", ".join(f"{count} for {_CAUSES[name]}" for name, count in self.reasons.items())
+        seen = f"first seen by rank {', '.join(map(str, sorted(self.ranks)))}; " if self.ranks else ""
+        scales = "" if self.never_scales else f"the scale went from {self.first:g} to {self.last:g}, and "
+        return (
+            f"each of the last {self.length} steps of {optimizer} was skipped: {reasons}; {seen}{scales}it has changed "
+            f"no weight since"
+        )
+
+
+_NO_STREAK = SkipStreak()
+
+
+def text_of(streaks: Iterable[SkipStreak]) -> str:
+    """Return streaks as one value, however many there are."""
+    return json.dumps([{**streak.reasons} for streak in streaks])
+
+
+def streaks_from(text: object) -> list[SkipStreak]:
+    """Return the streaks of a state dict; InvalidValueError or InvalidTypeError for another text than it has."""
+    try:
+        saved = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        saved = None
+    if not isinstance(saved, list):
+        msg = f"streaks must be the text that state_dict() gives, got {shown(text)}"
+        raise InvalidValueError(msg)
+    most = validation.LARGEST_INT32
+    return [
+        SkipStreak(
+            {name: validation.integer("streaks", count, 1, most) for name, count in each.items() if name in _CAUSES}
+        )
+        for each in [validation.mapping("streaks", one) for one in saved]
+    ]
+
+
+def raise_or_warn(sentences: Iterable[str], *, gives_up: bool) -> None:
+    """Raise TrainingStalledError with some sentences, of which some may be empty, or warn."""
+    msg = ". ".join(filter(None, sentences))
+    if gives_up:
+        raise TrainingStalledError(msg)
+    warn_caller(msg, TrainingStalledWarning)
+
+
+class Tally:
+    """Counts the steps of a scaler, and the skipped ones in a row of each optimizer.
+
+    A late verdict counts when the CPU has it, and those of a captured graph do not count.
+    """
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        given = {"warn_after": WARN_AFTER, "give_up_after": None, **options}
+        self._warn_after, self._give_up_after = (
+            None if given[name] is None else validation.integer(name, given[name], 1, validation.LARGEST_INT32)
+            for name in ("warn_after", "give_up_after")
+        )
+        self._positions = Positions()
+        self.restart({})
+
+    def restart(self, counts: Mapping[str, int], streaks: Sequence[SkipStreak] = ()) -> None:
+        """Go on from saved counts, and streaks, which optimizers take over in the order of their first steps."""
+        self.counts = {name: counts.get(name, 0) for name in COUNTED}
+        self._streaks = {position: streak for position, streak in enumerate(streaks) if streak.length}
+        # The positions of those that have grown since they were last looked at.
+        self._grown: set[int] = set()
+
+    def position_of(self, optimizer: object) -> int:
+        """Return the position of an optimizer's streak."""
+        return self._positions.of(optimizer)
+
+    def streak_of(self, optimizer: object) -> SkipStreak:
+        """Return the skipped steps of an optimizer in a row."""
+        position = self._positions.get(optimizer)
+        return _NO_STREAK if position is None else self._at(position)
+
+    def _at(self, position: int) -> SkipStreak:
+        return self._streaks.get(position, _NO_STREAK)
+
+    def saved(self) -> list[SkipStreak] | None:
+        """Return the streaks by position; None if no run is given up for them."""
+        last = max(self._streaks, default=-1)
+        return None if self._give_up_after is None else [*map(self._at, range(last + 1))]
+
+    def note(self, step: StepReport, position: int | None) -> None:
+        """Count a step, and in the streak of its optimizer, if that is alive."""
+        name = step.reason if step.skipped else "taken"
+        # Reports and copies of the scaler may hold the counts of before.
+        self.counts = {**self.counts, name: self.counts[name] + 1}
+        if position is not None and not step.skipped:
+            self._streaks.pop(position, None)
+            self._grown.discard(position)
+        elif position is not None and name in _CAUSES:
+            self._streaks[position] = self._at(position).plus(step)
+            self._grown.add(position)
+
+    def is_last_chance(self, optimizer: object) -> bool:
+        """Tell whether one more skipped step of an optimizer is as many in a row as the user allows."""
+        return self.streak_of(optimizer).length + 1 >= (self._give_up_after or math.inf)
+
+    def take_grown(self, *, gives_up: bool) -> tuple[int | None, bool]:
+        """Return the position of a streak that has grown and is too long, and whether the run ends, as it must if told.
+
+        It is long enough to warn of after some steps, and again after ten times as many.
+        """
+        grown, self._grown = sorted(self._grown, key=lambda one: (self._at(one).length, one)), set()
+        if grown and (gives_up or self._at(grown[-1]).length >= (self._give_up_after or math.inf)):
+            return grown[-1], True
+        for position in reversed(grown):
+            streak = self._at(position)
+            if streak.length >= (10 * streak.warned_at or self._warn_after or math.inf) and not streak.is_falling:
+                return position, False
+        return None, False
+
+    def told(self, position: int) -> SkipStreak:
+        """Return a streak that is warned of now."""
+        streak = self._streaks[position] = self._at(position)._replace(warned_at=self._at(position).length)
+        return streak
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the counts and streaks for a pickle or a copy, whose optimizers are others."""
+        return self.__dict__ | {"_streaks": {**self._streaks}, "_grown": set(), "_positions": Positions()}
