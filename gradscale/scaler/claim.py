@@ -225,6 +225,8 @@ class Verdict(NamedTuple):
     """This rank's loss, if the host knows it."""
     gives_up: bool = False
     """Whether a rank ends the run if the step is skipped, since it has skipped as many in a row as it allows."""
+    lacks_values: bool = False
+    """Whether no rank has a value for the rule of a guard."""
 
 
 class Flags(NamedTuple):
@@ -235,8 +237,9 @@ class Flags(NamedTuple):
     """1: an overflow must be raised, as the policy says; and 2 more: of this rank, one more skipped step ends the run.
     Ranks with one state differ in the latter alone."""
     presence: Array = Presence.SOME
-    scaled: Array = 2
-    """2: a loss was scaled in this iteration, or needs not be; 1: one was before; 0: none was."""
+    scaled: Array = 3
+    """2: a loss was scaled in this iteration, or needs not be; 1: one was before; 0: none was. 3: a guard's rule has a
+    value, too, or needs none."""
     code: Array = 0
 
 
@@ -256,6 +259,7 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
         reason, by, by_loss = Reason.NOT_SCALED, None, False
     is_idle = not scaled and presence == Presence.ZEROS
     is_unscaled = scaled == 1 and bool(presence)
+    lacks_values = scaled == 2 and bool(presence)
     return Verdict(
         reason,
         by,
@@ -267,6 +271,7 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
         is_unscaled,
         by_loss=by_loss,
         gives_up=limits > 1,
+        lacks_values=lacks_values,
     )
 
 

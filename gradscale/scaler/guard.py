@@ -116,8 +116,12 @@ def guard_for(skip: object) -> Guard | None:
 class Guard:
     """Judges losses and norms by a rule, with a window for each optimizer.
 
+    ``has_judged``: whether there ever was a value, on any rank.
+
     Pickles and copies hold the windows as numbers; optimizers take them over in the order in which they are judged.
     """
+
+    has_judged = False
 
     def __init__(self, rule: SkipSpikes, saved: SavedWindows | None = None) -> None:
         self.rule = rule

@@ -23,7 +23,7 @@ from gradscale.scaler.claim import Call, Claim, LossFault, Presence, Reason, Ver
 from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.guard import Guard, Losses, Observation, beside, is_nonfinite, value_of
 from gradscale.scaler.inputs import StepInputs
-from gradscale.scaler.mistakes import Mistakes
+from gradscale.scaler.mistakes import Mistakes, no_values
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
 from gradscale.scaler.stall import Tally
@@ -365,6 +365,8 @@ class Iteration:
                 verdict = step.pending.read()
             if verdict.is_unscaled and step.pending.groups:
                 self.mistakes.tell_of_no_scale(step.iteration, "all ranks")
+            if verdict.lacks_values and self.guard is not None:
+                self.mistakes.warn_of_no_values(self.guard.rule.of)
             if verdict.reason is Reason.NO_GRADIENTS:
                 self.mistakes.tell_of_no_gradients()
             else:
@@ -408,14 +410,13 @@ class Iteration:
             self._forbid_unscaled(turn)
         state = self._closure_state or self.state or live.state or self.in_force(lambda: gradients.like)
         is_unscaled = not (self.scaled or not_scaled or turn.refused or live.hooks.is_replayed or live.is_one(state))
+        has_norm = request.max_norm is not None or norm is not None
+        has_values = is_look or self._has_values(turn, optimizer, has_norm=has_norm)
         if not groups:
             # Over a group another rank may have the loss.
             if is_unscaled:
                 self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
-            is_excused = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
-            if self.guard is not None and not is_excused:
-                has_loss, has_norm = self.losses.number > 0, request.max_norm is not None or norm is not None
-                self.mistakes.look_for_values(self.guard.rule.of, has_loss=has_loss, has_norm=has_norm)
+            self._note_values(has_values=has_values)
         before = turn.stage, turn.pending
         turn.stage, turn.pending, turn.is_overtaken = Stage.UNSCALED, None, False
         try:
@@ -439,7 +440,18 @@ class Iteration:
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
             scaled, is_last = (not_scaled, is_unscaled), self.tally.is_last_chance(optimizer) and len(groups) > 0
             turn.pending = Pending(
-                live, agreement, found, state, groups, claim, self.number, turn.code, *scaled, *late, is_last
+                live,
+                agreement,
+                found,
+                state,
+                groups,
+                claim,
+                self.number,
+                turn.code,
+                *scaled,
+                *late,
+                is_last,
+                has_values or not self.parts.is_guard,
             )
         except Exception as error:
             if isinstance(error, GradscaleError):
@@ -452,6 +464,24 @@ class Iteration:
             turn.stage, turn.pending = Stage.READY, None
             self._forbid_unscaled(turn, " on any rank")
         return found.norm
+
+    def _has_values(self, turn: Turn, optimizer: Optimizer, *, has_norm: bool) -> bool:
+        """Tell whether the rule for spikes has a value to judge on this rank, or needs none."""
+        is_own = id(optimizer) not in self.losses.judged
+        if self.guard is None or turn.refused or turn.has_begun_to_step or (self.losses.is_used and is_own):
+            return True
+        known = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
+        return any(known[name] for name in self.guard.rule.of)
+
+    def _note_values(self, *, has_values: bool) -> None:
+        """Warn of a step of which no rank has a value to judge; of a guard that never had one, InvalidValueError."""
+        if self.guard is None:
+            return
+        self.guard.has_judged |= has_values
+        if self.parts.is_guard and not self.guard.has_judged:
+            raise InvalidValueError(no_values(self.guard.rule.of))
+        if not has_values and self.agreement.is_alone:
+            self.mistakes.warn_of_no_values(self.guard.rule.of)
 
     def _collected(self, optimizer: Optimizer, request: Request, norm: Array | float | None) -> Collected:
         """Return an optimizer's gradients, or the norm that the program has clipped them by."""
@@ -569,7 +599,7 @@ class Iteration:
         if pending is None or (pending.is_placeholder and not pending.is_begun):
             self.wrong_order(_INCOMPLETE)
         if pending.is_placeholder and self.guard is not None:
-            self.mistakes.look_for_values(self.guard.rule.of, has_loss=False, has_norm=False)
+            self._note_values(has_values=False)
         if pending.is_placeholder and turn.refused:
             pending.refuse(claims.reason_code(turn.refused, self.agreement.rank()))
         try:
@@ -640,6 +670,12 @@ class Iteration:
                 self.wrong_order(what)
             self.scaled = False
             self.mistakes.warn_of_no_gradients(what)
+        elif pending is not None and pending.groups:
+            try:
+                self._note_values(has_values=not verdict.lacks_values)
+            except InvalidValueError:
+                turn.stage, turn.pending, self.losses = Stage.READY, None, Losses()
+                raise
         return verdict
 
     def forbid_untold_refusal(self, turn: Turn, optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ class Mistakes:
     """Warns of what a loop has probably left out, of each but missing gradients once."""
 
     knows_unscaled_loss = False
-    _knows_nothing_to_judge = _knows_no_gradients = False
+    _knows_no_values = _knows_no_gradients = False
 
     def tell_of_no_scale(self, iteration: int, of: str) -> None:
         """Warn of gradients of an optimizer, or of all ranks, that are divided in an iteration without ``scale``."""
@@ -26,15 +26,11 @@ class Mistakes:
             # Not before: a warning may be an error.
             self.knows_unscaled_loss = True
 
-    def look_for_values(self, of: Sequence[str], *, has_loss: bool, has_norm: bool) -> None:
+    def warn_of_no_values(self, of: Sequence[str]) -> None:
         """Warn of a step in which a rule for spikes has nothing to judge."""
-        is_there = {"loss": has_loss, "norm": has_norm}
-        if not self._knows_nothing_to_judge and not any(is_there[name] for name in of):
-            self._knows_nothing_to_judge = True
-            warn_caller(
-                f"skip= judges {' and '.join(of)}, and found nothing in this step: give step() loss=, or scale() an "
-                f"array of one element; for the norm give the scaler max_norm=, or step() norm="
-            )
+        if not self._knows_no_values:
+            self._knows_no_values = True
+            warn_caller(no_values(of))
 
     def warn_of_no_gradients(self, what: str) -> None:
         """Warn of a guard's step without gradients, which does nothing, as that of a bare optimizer."""
@@ -45,3 +41,11 @@ class Mistakes:
     def tell_of_no_gradients(self) -> None:
         """Warn of a late verdict: each rank would raise an error at another call, and the others would wait."""
         warn_caller(f"a step before, whose verdict has now arrived, found no gradient on any rank: {NO_GRADIENTS}")
+
+
+def no_values(of: Sequence[str]) -> str:
+    """Return what is wrong if a rule has nothing to judge, and what to do."""
+    return (
+        f"skip= judges {' and '.join(of)}, and found nothing in this step: give step() loss=, or scale() an array of "
+        f"one element; for the norm give the scaler max_norm=, or step() norm="
+    )

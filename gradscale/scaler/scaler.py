@@ -296,7 +296,8 @@ class GradScaler:
             at a lower scale when a gradient is not finite. So are the next three, if its ``step`` names them.
         loss : number or array of one element, optional
             The loss of this step, judged by ``skip`` in place of those that ``scale`` was given. If it is not finite
-            the step is skipped for a spike, also without a rule. InvalidValueError with a closure.
+            the step is skipped for a spike, also without a rule. InvalidValueError with a closure; and of a guard with
+            ``skip`` in its first step, if it has nothing to judge, over a group on any rank.
         norm : number or array of one element, optional
             The 2-norm of the unscaled gradients, if the program has clipped them: it is judged, and the gradients are
             not looked at. Over a group that of the whole model, which may differ by a thousandth. A scaler needs

@@ -59,11 +59,12 @@ class Pending:
         loss: Array | float | None = None,
         is_judged_late: bool = False,
         is_last_chance: bool = False,
+        has_values: bool = True,
     ) -> None:
         self.found, self.state, self.groups, self.is_judged_late = found, state, groups, is_judged_late
         # Gradients of a state before a load say nothing of the one in force.
         self._rank, self._updates = agreement.rank, live.updates if state is live.state else -1
-        count, scaled = found.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2
+        count, scaled = found.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2 + has_values
         presence = (not_scaled or Presence.SOME) if found.has_gradients else Presence.NONE
         self._is_idle = presence is Presence.ZEROS and not groups
         # The state as numbers, if the host knows them; alone, of the scale.

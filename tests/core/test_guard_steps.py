@@ -1,5 +1,6 @@
 """The guard in one call: what a step is given, loss, norm and batch; and the end of its iteration."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -232,7 +233,7 @@ def test_what_is_no_input_changes_nothing(inputs: dict[str, Any], error: type[Ex
     with pytest.raises(error, match=said):
         stepped(guard, optimizer, **inputs)
     assert (guard.state_dict(), optimizer.steps) == (before, 1)
-    assert stepped(guard, optimizer).reason == "stepped"
+    assert stepped(guard, optimizer, loss=1.0).reason == "stepped"
 
 
 def test_a_norm_beside_the_scalers_own_clipping_is_an_error():
@@ -306,8 +307,11 @@ def test_a_loss_serves_each_optimizer_and_enters_a_window_once():
     guard, first, second = StepGuard(skip=RULE), Tree(), Tree()
     for loss in (1.0, 2.0):
         guard.scale(np.float32(loss))
-        for optimizer in (first, second, first):
-            stepped(guard, optimizer)
+        stepped(guard, first)
+        stepped(guard, second)
+        # It is no loss of a second step.
+        with pytest.warns(UserWarning, match="found nothing in this step") if loss == 1.0 else contextlib.nullcontext():
+            stepped(guard, first)
     assert [window["loss"]["values"] for window in guard.state_dict()["spikes"]] == [[1.0, 2.0]] * 2
 
 
@@ -363,6 +367,39 @@ def test_a_loss_that_was_scaled_and_no_step_is_an_error_of_update():
     guard.scale(np.float32(1.0))
     with pytest.raises(CallOrderError, match="no optimizer was unscaled or stepped by the scaler"):
         guard.update()
+
+
+# Rules that are given nothing.
+
+
+@pytest.mark.parametrize(("skip", "inputs"), [(RULE, {"norm": 1.0}), (SkipSpikes(of="norm"), {"loss": 1.0})])
+def test_a_guard_whose_rule_never_had_a_value_refuses_to_step(skip: SkipSpikes, inputs: dict[str, float]):
+    guard, optimizer = StepGuard(skip=skip), Tree()
+    for _ in range(2):
+        with pytest.raises(InvalidValueError, match=r"and found nothing in this step: give step\(\) loss="):
+            stepped(guard, optimizer, **inputs)
+    assert (optimizer.steps, guard.counts()["taken"]) == (0, 0)
+    # What is missing later is told of once.
+    stepped(guard, optimizer, loss=1.0, norm=1.0)
+    with pytest.warns(UserWarning, match="found nothing in this step") as caught:
+        assert [stepped(guard, optimizer, **inputs).reason for _ in range(2)] == ["stepped"] * 2
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("is_clipped", [True, False], ids=["clipped", "plain"])
+def test_ranks_of_which_one_has_a_value_are_right_and_all_refuse_if_none_has(is_clipped: bool):
+    def rank(group) -> tuple[list[int], int]:
+        guard, optimizer = StepGuard(group=group, skip=RULE, max_norm=9.0 if is_clipped else None), Tree()
+        made: list[int] = []
+        for has_loss in (False, False, True, False):
+            inputs = {"loss": 1.0} if has_loss and group.rank == 1 else {}
+            said = "found nothing in this step"
+            with contextlib.nullcontext() if sum(made) or has_loss else pytest.raises(InvalidValueError, match=said):
+                stepped(guard, optimizer, **inputs)
+            made.append(optimizer.steps)
+        return made, guard.counts()["taken"]
+
+    assert run_ranks(2, rank) == [([0, 0, 1, 2], 2)] * 2
 
 
 # What is held.

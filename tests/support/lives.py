@@ -156,7 +156,7 @@ class Turn:
     # The losses of ranks that were judged, and whether that of the rank with the reason is its cause.
     losses: Sequence[float | None] = ()
     by_loss = False
-    is_zero = is_idle = is_declined = is_left_out = is_at_min = by_closure = has_begun = False
+    lacks_values = is_zero = is_idle = is_declined = is_left_out = is_at_min = by_closure = has_begun = False
 
     @property
     def is_over(self) -> bool:
@@ -167,7 +167,8 @@ class Turn:
 class Model:
     """What a scaler does, as plainly as it can be said. The pure functions of its policy adapt the scale."""
 
-    def __init__(self, rank: int, size: int, has_group: bool, policy, settings: dict[str, Any]):
+    def __init__(self, rank: int, size: int, has_group: bool, is_guard: bool, policy, settings: dict[str, Any]):
+        self.is_guard = is_guard
         self.rank, self.size, self.policy, self.state = rank, size, policy, policy.init(np.float32(0.0))
         self.iteration, self.steps, self.counts = 1, 0, dict.fromkeys(("taken", "overflow", "spike", "refused"), 0)
         # Whether another rank may have scaled; whether nothing ever was, or since a load or by this state.
@@ -188,6 +189,8 @@ class Model:
         self.has_array = False
         # Whether it was said that nothing was scaled, and that a rule has nothing to judge.
         self.knows_unscaled = self.knows_nothing = self.knows_no_gradients = False
+        # Whether a guard's rule ever had something to judge.
+        self.has_judged = False
         # Whose streaks these are, in the order of their first steps.
         self.owners: list[int] = []
         self.restart()
@@ -259,12 +262,20 @@ class Model:
         turn.is_idle = turn.is_zero and bool(held)
         return turn.is_zero or not self.is_unused
 
+    def lacks_values(self, k: int, has_norm: bool) -> bool:
+        """Tell whether the rule for spikes has nothing to judge on any rank, and no rank refuses the step."""
+        turn, rule = self.turns[k], self.settings["skip"]
+        known = ["norm"] * has_norm + ["loss"] * (bool(self.losses) and k not in self.judged)
+        is_excused = turn.refused or turn.has_begun or (self.is_judged and k not in self.judged)
+        return rule is not None and not is_excused and not {*rule.of} & {*known}
+
+    def is_wrong(self, k: int, has_norm: bool) -> bool:
+        """Tell whether a guard raises since its rule never had anything to judge."""
+        return self.is_guard and not self.has_judged and self.lacks_values(k, has_norm)
+
     def has_nothing(self, k: int, has_norm: bool) -> bool:
         """Tell whether a process alone gives its rule nothing to judge, which is said once."""
-        turn, rule = self.turns[k], self.settings["skip"]
-        known = ["norm"] * has_norm + ["loss"] * bool(self.losses)
-        is_seen = self.rank in turn.refused or turn.has_begun or self.is_judged or self.knows_nothing
-        found = not self.has_group and rule is not None and not is_seen and not {*rule.of} & {*known}
+        found = not self.has_group and self.lacks_values(k, has_norm) and not self.knows_nothing
         self.knows_nothing = self.knows_nothing or found
         return found
 
@@ -319,6 +330,8 @@ class Model:
         by_loss: list[bool] = [False] * self.size
         if self.settings["skip"] is not None:
             self.has_nothing(k, norm is not None)
+            turn.lacks_values = self.lacks_values(k, norm is not None)
+            self.has_judged |= not turn.lacks_values and (turn.by_closure or not self.has_group)
             losses = [] if k in self.judged else self.losses
             turn.losses = means = [*map(mean, zip(*losses, strict=True))] or [None] * self.size
             if not turn.has_begun:
@@ -544,7 +557,7 @@ class Model:
     def copied(self):
         """Go on as a copy, without the reports and the gradients of a loss that was scaled before a load."""
         self.history.clear()
-        self.owners = []
+        self.owners, self.has_judged = [], False
         for memory in self.memories:
             memory.owners = []
         if self.is_fresh and self.used is not None:
@@ -692,7 +705,7 @@ class _Life:
         self.scaler = self.make(policy)
         kind = TorchOptimizer if library == "torch" else Optimizer
         self.optimizers = [kind([self.array(0.0)]) for _ in range(OPTIMIZERS)]
-        self.model = Model(self.rank, self.size, group is not None, policy, self.settings)
+        self.model = Model(self.rank, self.size, group is not None, self.is_guard, policy, self.settings)
         self.story: collections.deque[str] = collections.deque([f"{policy}", f"{self.settings}"], maxlen=20)
         self.keep()
         if group is not None:
@@ -868,7 +881,11 @@ class _Life:
         if not may and self.group is None:
             self.raises(lambda: call(self.optimizers[k]), *said)
             return False
-        said = self.model.warnings(k, bool(clip) or self.settings["max_norm"] is not None) if may else []
+        has_norm = bool(clip) or self.settings["max_norm"] is not None
+        if self.group is None and self.model.is_wrong(k, has_norm):
+            self.raises(lambda: call(self.optimizers[k], **clip), "found nothing in this step", kind=InvalidValueError)
+            return False
+        said = self.model.warnings(k, has_norm) if may else []
         if said:
             # As an error it comes before anything is touched.
             self.raises(lambda: call(self.optimizers[k], **clip), said[0], kind=UserWarning)
@@ -977,6 +994,10 @@ class _Life:
             # Others may have waited for it.
             self.require_told(self.ended(*ends) if self.is_guard and self.model.is_over else [])
             return
+        if self.is_guard and turn.lacks_values and not self.model.has_judged:
+            self.raises(lambda: self.scaler.step(optimizer), "found nothing in this step", kind=InvalidValueError)
+            turn.stage, self.model.losses, self.model.is_judged = "ready", [], False
+            return
         self.made(k, answer, lambda: self.scaler.step(optimizer))
 
     def draw_answer(self) -> Any:
@@ -989,6 +1010,7 @@ class _Life:
         optimizer, is_called = self.optimizers[k], self.model.turns[k].reason == "stepped"
         optimizer.answer, before, failure = answer, optimizer.steps, self.failure
         report = self.model.stepped(k, answer is not None, retries)
+        self.model.has_judged |= not self.model.turns[k].lacks_values
         self.counts[report.reason] += 1
         ends = self.is_guard and self.model.is_over
         fails = report.skipped and failure is not None
