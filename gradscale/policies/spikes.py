@@ -58,6 +58,10 @@ class SkipSpikes:
     above : float, optional
         A fixed bound in place of the deviations, as in Megatron-LM: any value above it is a spike, from the first on,
         and ``patience`` does not move it.
+    act : bool, default True
+        False skips no step for a spike, to try a rule: ``counts()["spikes seen"]`` has their number, and the report of
+        such a step, which is made, in ``by`` the rank that saw it. For scalers and guards; JAX's compiled steps refuse
+        it, as their verdict has ``spike``.
 
     Raises
     ------
@@ -98,6 +102,7 @@ class SkipSpikes:
     learns_from_skipped: bool = False
     patience: int = 10
     above: float | None = None
+    act: bool = True
 
     def __post_init__(self) -> None:
         most = validation.LARGEST_FLOAT32
@@ -111,6 +116,7 @@ class SkipSpikes:
             "of": validation.choices("of", self.of, ("loss", "norm")),
             "learns_from_skipped": validation.boolean("learns_from_skipped", self.learns_from_skipped),
             "patience": validation.integer("patience", self.patience, 0, validation.LARGEST_INT32),
+            "act": validation.boolean("act", self.act),
             "above": None if self.above is None else validation.number("above", self.above, at_most=most),
         }
         for name, value in checked.items():

@@ -165,6 +165,11 @@ def reason_code(reason: Reason, rank: int, fault: LossFault = LossFault.NONE) ->
     return reason << _CODE_BITS | fault << _RANK_BITS | _LAST_RANK - min(rank, _LAST_RANK)
 
 
+def is_skip(code: Array | int) -> Array | bool:
+    """Tell whether a :func:`reason_code` skips the step: that of a spike which is only seen does not."""
+    return code >= 1 << _CODE_BITS
+
+
 def reason_number(code: Array | int) -> Array | int:
     """Return the number of the reason in a :func:`reason_code`, 0-d int32 or an int."""
     return code >> _CODE_BITS
@@ -204,7 +209,7 @@ class Verdict(NamedTuple):
     reason: Reason
     """Why no rank makes the step, if so."""
     by: int | None
-    """The lowest rank with this reason; None for a step that is made, or if its rank is not known."""
+    """The lowest rank with this reason, or of a step that is made with a spike; None if there is none, or not known."""
     nonfinite: int
     """Largest number of non-finite gradient arrays on any rank."""
     local_nonfinite: int
@@ -246,11 +251,9 @@ class Flags(NamedTuple):
 def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
     """Return the verdict that the ranks' findings give, of which the code is the gravest :func:`reason_code`."""
     nonfinite, limits, presence, scaled, code = found
-    reason, by = Reason.STEPPED, None
-    if code:
-        reason, by = reason_and_rank(code)
-    elif not presence:
-        reason = Reason.NO_GRADIENTS
+    reason, by = reason_and_rank(code) if code else (Reason.STEPPED, None)
+    if not reason and not presence:
+        reason, by = Reason.NO_GRADIENTS, None
     by_loss = by is not None and fault_in(code) > 0
     if nonfinite and reason not in (Reason.OVERFLOW, Reason.FAILED):
         # Of one that is counted on devices the rank is known if its loss is the cause.

@@ -562,9 +562,10 @@ class Iteration:
         if turn.refused:
             return
         code = functools.partial(claims.reason_code, Reason.SPIKE, self.agreement.rank())
-        if seen is not None:
+        if seen is not None and self.guard is not None:
             # Its reason is 0 or Reason.SPIKE, which is 1.
-            turn.code = seen.reason * code(claims.fault_of(loss) or LossFault(seen.is_loss))
+            fault, reason = claims.fault_of(loss) or LossFault(seen.is_loss), Reason(self.guard.rule.act)
+            turn.code = seen.reason * claims.reason_code(reason, self.agreement.rank(), fault)
         if turn.inputs is not None and turn.inputs.loss is not None:
             bad: Any = is_nonfinite(loss, state.scale) * code(LossFault.NONFINITE)
             # MLX has no operators with a number on the left.

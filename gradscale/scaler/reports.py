@@ -43,7 +43,8 @@ class StepReport(NamedTuple):
     overflow : OverflowReport or None
         Which parameters overflowed on which rank, for a skipped step of a scaler with ``diagnose="on_overflow"``.
     by : int or None
-        The lowest rank with this reason, for a skipped step: of those whose own loss was not finite, if there is one,
+        The lowest rank with this reason, for a skipped step, or that saw a spike, for one that is made by a rule with
+        ``act=False``: of those whose own loss was not finite, if there is one,
         else of those whose loss was a spike. None for an overflow that ranks have counted on devices.
     norm : float or None
         The 2-norm of this rank's gradients before they were clipped, if ``max_norm`` was given, or with

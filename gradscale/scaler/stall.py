@@ -13,6 +13,7 @@ from gradscale.errors import InvalidValueError, TrainingStalledError, TrainingSt
 from gradscale.scaler.reports import COUNTED, REASONS, StepReport
 
 WARN_AFTER = 50
+_SEEN = "spikes seen"
 _CAUSES: dict[str, str] = {words.name: words.cause for words in REASONS.values() if words.cause}
 
 
@@ -113,11 +114,12 @@ class Tally:
             for name in ("warn_after", "give_up_after")
         )
         self._positions = Positions()
+        self._names = COUNTED if getattr(given.get("skip"), "act", True) else (*COUNTED, _SEEN)
         self.restart({})
 
     def restart(self, counts: Mapping[str, int], streaks: Sequence[SkipStreak] = ()) -> None:
         """Go on from saved counts, and streaks, which optimizers take over in the order of their first steps."""
-        self.counts = {name: counts.get(name, 0) for name in COUNTED}
+        self.counts = {name: counts.get(name, 0) for name in self._names}
         self._streaks = {position: streak for position, streak in enumerate(streaks) if streak.length}
         # The positions of those that have grown since they were last looked at.
         self._grown: set[int] = set()
@@ -144,6 +146,8 @@ class Tally:
         name = step.reason if step.skipped else "taken"
         # Reports and copies of the scaler may hold the counts of before.
         self.counts = {**self.counts, name: self.counts[name] + 1}
+        if not step.skipped and step.by is not None:
+            self.counts[_SEEN] += 1
         if position is not None and not step.skipped:
             self._streaks.pop(position, None)
             self._grown.discard(position)

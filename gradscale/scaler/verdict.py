@@ -141,7 +141,15 @@ class Pending:
     def _otherwise(self) -> tuple[Reason, int | None, bool]:
         """Return the spike or the refusal that an overflow hides, whose it is, and whether by its loss, if any."""
         reason, by = claims.reason_and_rank(self._hidden)
-        return (reason, by, claims.fault_in(self._hidden) > 0) if reason in HELD else (Reason.STEPPED, None, False)
+        if not self._hidden or reason > Reason.REFUSED:
+            return Reason.STEPPED, None, False
+        return reason, by, claims.fault_in(self._hidden) > 0
+
+    def _by_hidden(self, found: Verdict) -> Verdict:
+        """Return a verdict of finite gradients, or of none, by what else skips the step, or is seen."""
+        reason, by, by_loss = self._otherwise()
+        is_other = by is not None and (reason > 0 or found.reason is Reason.STEPPED)
+        return found._replace(reason=reason, by=by, by_loss=by_loss) if is_other else found
 
     def _read(self) -> Verdict:
         live = self._live
@@ -187,11 +195,10 @@ class Pending:
         found = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm(), loss=self.loss)
         # It may have been refused after the flags were packed.
         self._hidden = self._code if isinstance(self._code, int) else flags.code
-        reason, by, by_loss = self._otherwise()
         if found.nonfinite:
             fault = claims.fault_of(self.loss) or claims.fault_in(self._hidden)
-            reason, by, by_loss = Reason.OVERFLOW, self._rank(), fault > 0
-        return found._replace(reason=reason, by=by, by_loss=by_loss) if reason else found
+            return found._replace(reason=Reason.OVERFLOW, by=self._rank(), by_loss=fault > 0)
+        return self._by_hidden(found)
 
     def _packed_alone(self, flags: Flags) -> tuple[Flags, Array]:
         live, state = self._live, self.state
@@ -258,10 +265,10 @@ class Pending:
         if shown is None:
             return self._overflow()
         code = 0 if self.known is not None else self._agreed_code()
-        if isinstance(code, int) and code == 0:
+        if isinstance(code, int) and not claims.is_skip(code):
             return shown
         own, xp = self._overflow(), array_namespace(shown)
-        return xp.where((own == 0) & (code != 0), xp.zeros_like(shown), shown)
+        return xp.where((own == 0) & claims.is_skip(code), xp.zeros_like(shown), shown)
 
     def _overflow(self) -> Array | int:
         """Return the agreed count, 0-d, or 1 for any number."""
@@ -287,16 +294,16 @@ class Pending:
             return self.read().reason > 0
         own, code = self._deciding_count(), self._agreed_code()
         if isinstance(code, int):
-            return array_namespace(own).ones_like(own) if code else own
-        return (own != 0) | (code != 0)
+            return array_namespace(own).ones_like(own) if claims.is_skip(code) else own
+        return (own != 0) | claims.is_skip(code)
 
     def keeps_scale(self) -> Array | bool:
         """Return for a late verdict whether the scale stays as it is; 0-d if the host does not know."""
         code = self._agreed_code()
-        if isinstance(code, int) and code == 0:
+        if isinstance(code, int) and not claims.is_skip(code):
             return False
         is_clean = self._deciding_count() == 0
-        return is_clean if isinstance(code, int) else is_clean & (code != 0)
+        return is_clean if isinstance(code, int) else is_clean & claims.is_skip(code)
 
     def reason(self) -> Reason | Array:
         """Return why the ranks skip the step; its number as a 0-d int32 if the host does not know."""
@@ -311,5 +318,4 @@ class Pending:
         """Skip the step of a process that decides alone."""
         self._code = self._hidden = code
         if self.known is not None and not self.known.nonfinite:
-            reason, by, by_loss = self._otherwise()
-            self.known = self.known._replace(reason=reason, by=by, by_loss=by_loss)
+            self.known = self._by_hidden(self.known)

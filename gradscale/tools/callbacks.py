@@ -137,6 +137,9 @@ class LogUpdates:
             self._counts.clear()
 
     def _tell_skip(self, step: StepReport) -> None:
+        if not step.skipped and step.by is not None:
+            said = f"iteration {step.iteration}: rank {step.by} saw a spike{_data(step)}; the rule has act=False"
+            self._logger.log(self._level, said)
         text = f"iteration {step.iteration}: step skipped"
         if step.skipped and step.reason != "overflow":
             why = next((words.deed for words in REASONS.values() if words.name == step.reason), "") or step.reason
@@ -150,8 +153,8 @@ class LogUpdates:
 
 def _data(step: StepReport) -> str:
     """Say whose loss it was, and this rank's own loss and batch."""
-    whose = " of its loss" if step.reason == "spike" else f", rank {step.by} saw a bad loss"
-    own = [f"loss {step.loss:g}"] * (step.by_loss and step.loss is not None)
+    whose = " of its loss" if step.reason in ("spike", "stepped") else f", rank {step.by} saw a bad loss"
+    own = [f"loss {step.loss:g}"] if step.by_loss and step.loss is not None else []
     own += [f"batch {shown(step.batch)}"] * (step.batch is not None)
     return whose * step.by_loss + f" (here {', '.join(own)})" * bool(own)
 

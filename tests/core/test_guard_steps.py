@@ -1,7 +1,9 @@
 """The guard in one call: what a step is given, loss, norm and batch; and the end of its iteration."""
 
 import contextlib
+import dataclasses
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -367,6 +369,51 @@ def test_a_loss_that_was_scaled_and_no_step_is_an_error_of_update():
     guard.scale(np.float32(1.0))
     with pytest.raises(CallOrderError, match="no optimizer was unscaled or stepped by the scaler"):
         guard.update()
+
+
+# Rules that only look.
+
+
+@pytest.mark.parametrize("is_number", [True, False], ids=["number", "array"])
+def test_a_rule_that_does_not_act_skips_nothing_and_counts_what_it_sees(arrays: Library, is_number: bool, caplog):
+    caplog.set_level(logging.INFO, "gradscale")
+    rule = dataclasses.replace(RULE, act=False)
+    guard, optimizer = StepGuard(skip=rule, on_update=gradscale.callbacks.LogUpdates()), Tree()
+    reports = []
+    for loss in LOSSES:
+        optimizer.grads = [arrays.asarray([1.0])]
+        guard.step(optimizer, loss=loss if is_number else arrays.asarray(loss), batch=7)
+        reports.append(guard.last_step(optimizer))
+    assert [report.reason for report in reports] == ["stepped"] * 6
+    assert [report.by for report in reports] == [0 if loss == 9.0 else None for loss in LOSSES]
+    assert [report.by_loss for report in reports] == [loss == 9.0 for loss in LOSSES]
+    assert guard.counts() == {"taken": 6, "overflow": 0, "spike": 0, "refused": 0, "spikes seen": 1}
+    own = "" if reports[4].loss is None else "loss 9, "
+    said = f"iteration 5: rank 0 saw a spike of its loss (here {own}batch 7); the rule has act=False"
+    assert [record.message for record in caplog.records] == [said]
+    # Its value was learned, as that of any step that is made.
+    assert guard.state_dict()["spikes"][0]["loss"]["values"] == pytest.approx(LOSSES)
+    # It hides nothing else.
+    optimizer.grads = [arrays.asarray([math.nan])]
+    guard.step(optimizer, loss=9.0)
+    assert guard.last_step(optimizer).reason == "overflow"
+    optimizer.grads = [arrays.asarray([1.0])]
+    guard.step(optimizer, loss=math.nan)
+    assert guard.last_step(optimizer).reason == "spike"
+
+
+def test_ranks_tell_each_other_of_a_spike_that_they_only_look_at():
+    rule = dataclasses.replace(RULE, act=False)
+
+    def rank(group) -> list[Any]:
+        guard, optimizer, seen = StepGuard(group=group, skip=rule), Tree(), []
+        for loss in LOSSES:
+            report = stepped(guard, optimizer, loss=loss if group.rank == 1 else 1.0)
+            seen.append((report.reason, report.by, report.by_loss))
+        return [*seen, guard.counts()["spikes seen"]]
+
+    nothing = ("stepped", None, False)
+    assert run_ranks(3, rank) == [[*[nothing] * 4, ("stepped", 1, True), nothing, 1]] * 3
 
 
 # Rules that are given nothing.

@@ -53,7 +53,7 @@ WRONG: dict[Any, tuple[dict[str, Sequence[Any]], dict[str, Sequence[Any]]]] = {
             "of": ["weights", ()],
             "patience": [-1, 2**31],
         },
-        {"window": [8.0, True], "deviations": NO_NUMBERS, "learns_from_skipped": [1]},
+        {"window": [8.0, True], "deviations": NO_NUMBERS, "learns_from_skipped": [1], "act": [0]},
     ),
     GradScaler: (
         {"history_size": [-1], "diagnose": ["always", True], "warn_after": [0], "give_up_after": [-1]},
