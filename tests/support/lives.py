@@ -68,6 +68,7 @@ RULES = [
     SkipSpikes(window=3, deviations=2.9, of="norm", sides="both", patience=0),
     SkipSpikes(window=3, min_values=2, deviations=5.3, learns_from_skipped=True),
     SkipSpikes(of=("norm", "loss"), above=9.0),
+    SkipSpikes(window=4, min_values=2, deviations=2.0, act=False),
 ]
 
 
@@ -183,6 +184,8 @@ class Model:
     def configure(self, settings: dict[str, Any]):
         """Begin as a scaler with some settings."""
         self.settings = settings
+        names = ["taken", "overflow", "spike", "refused", *["spikes seen"] * (not self.acts)]
+        self.counts = {name: self.counts.get(name, 0) for name in names}
         self.memories = [Memory(settings["skip"]) for _ in range(self.size)]
         self.history: collections.deque[StepReport] = collections.deque(maxlen=settings["history_size"])
         # Whether there was an array, of whose library the state is.
@@ -194,6 +197,11 @@ class Model:
         # Whose streaks these are, in the order of their first steps.
         self.owners: list[int] = []
         self.restart()
+
+    @property
+    def acts(self) -> bool:
+        """Whether spikes are skipped."""
+        return self.settings["skip"] is None or self.settings["skip"].act
 
     def restart(self, saved: str = "[]"):
         """Count the steps of each optimizer that are skipped in a row from here on, after those that were saved."""
@@ -346,8 +354,10 @@ class Model:
                 spikes = [rank for rank in ranks if told[rank] and rank not in turn.refused]
             self.is_judged = True
         overflows = [rank for rank in ranks if turn.bad[rank]]
-        for reason, seen in (("overflow", overflows), ("refused", sorted(turn.refused)), ("spike", spikes)):
-            if seen:
+        has_gradients = any(value is not None for value in self.gradients[k])
+        spike = "spike" if self.acts else "stepped" if has_gradients else "no gradients"
+        for reason, seen in (("overflow", overflows), ("refused", sorted(turn.refused)), (spike, spikes)):
+            if seen and reason != "no gradients":
                 # A loss that is not finite goes before one that is a spike, and that before none.
                 faults = [
                     0 if reason == "refused" else 2 if not math.isfinite(loss or 0.0) else int(by_loss[rank])
@@ -356,7 +366,6 @@ class Model:
                 turn.reason, turn.by = reason, max(seen, key=lambda rank: (faults[rank], -rank))
                 turn.by_loss = faults[turn.by] > 0
                 return
-        has_gradients = any(value is not None for value in self.gradients[k])
         turn.reason, turn.by, turn.by_loss = "stepped" if has_gradients else "no gradients", None, False
 
     def report(self, turn: Turn, retries: int = 0) -> StepReport:
@@ -435,6 +444,8 @@ class Model:
         grown: list[int] = []
         for k, report in told:
             self.counts["taken" if report.reason == "stepped" else report.reason] += 1
+            if report.reason == "stepped" and report.by is not None:
+                self.counts["spikes seen"] += 1
             streak = self.streak(k)
             if report.reason == "stepped":
                 self.streaks[self.owners.index(k)] = Streak(collections.Counter())
@@ -543,7 +554,8 @@ class Model:
             self.policy = dataclasses.replace(self.policy, **{name: saved[name] for name in FACTORS})
         trackers = [np.asarray(saved.get(f"_{name}", 0), np.int32) for name in self.state._fields[1:]]
         self.state = type(self.state)(np.asarray(self.policy.clamp(saved["scale"]), np.float32), *trackers)
-        self.iteration, self.counts = saved.get("iteration", 1), dict.fromkeys(self.counts, 0) | saved.get("counts", {})
+        counts, self.iteration = saved.get("counts", {}), saved.get("iteration", 1)
+        self.counts = {name: counts.get(name, 0) for name in self.counts}
         kept, self.steps = (self.used, self.losses, self.is_judged, self.is_scaled), saved.get("steps", 0)
         self.is_unused = self.is_unused or self.is_begun
         self.is_new, self.is_fresh = False, True
