@@ -185,6 +185,13 @@ def fault_in(code: int) -> LossFault:
     return LossFault(code >> _RANK_BITS & 3)
 
 
+def has_seen(verdict: Verdict, code: int, fault: LossFault) -> bool:
+    """Tell whether a rank, by its own :func:`reason_code` and loss, has itself seen why the step is skipped."""
+    if verdict.by_loss:
+        return fault > 0 or fault_in(code) > 0
+    return verdict.local_nonfinite > 0 if verdict.reason is Reason.OVERFLOW else reason_number(code) == verdict.reason
+
+
 def reason_and_rank(code: int) -> tuple[Reason, int]:
     """Return the reason and the rank of a :func:`reason_code`."""
     return Reason(code >> _CODE_BITS), _LAST_RANK - (code & _LAST_RANK)
@@ -230,6 +237,8 @@ class Verdict(NamedTuple):
     """This rank's loss, if the host knows it."""
     gives_up: bool = False
     """Whether a rank ends the run if the step is skipped, since it has skipped as many in a row as it allows."""
+    saw: bool = True
+    """Whether this rank itself has seen why the step is skipped: a bad loss of its own if that is the cause."""
     lacks_values: bool = False
     """Whether no rank has a value for the rule of a guard."""
 

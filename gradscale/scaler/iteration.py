@@ -691,7 +691,7 @@ class Iteration:
         """Return the verdict on a step that the optimizer was called for and has not made; the scale stays as it is."""
         found = verdict or self.verdict(turn)
         if not found.reason and turn.pending is not None:
-            found = found._replace(reason=Reason.REFUSED, by=self.agreement.rank())
+            found = found._replace(reason=Reason.REFUSED, by=self.agreement.rank(), by_loss=False, saw=True)
             turn.is_declined = True
             turn.pending.known, turn.pending.override, turn.pending.is_late = found, None, False
         return found
@@ -758,7 +758,7 @@ class Iteration:
         live, steps = self.live, [step for step, _ in self.steps]
         # Somebody wants them since a step whose verdict was to be read later.
         with self.agreement.failing():
-            steps += [step_report(one.read(), self.number) for one in pending if one.is_late]
+            steps += [step_report(one.read(), self.number, one.rank()) for one in pending if one.is_late]
         scales = [step.scale for step in steps] + [verdict.scale for verdict in verdicts]
         # Without a verdict it has to be read; a closure's may be of a lower one than the update starts from.
         before = live.scale() if not scales or any(step.retries for step in steps) else scales[0]

@@ -57,6 +57,8 @@ class StepReport(NamedTuple):
         an average gives gradients of NaN to all ranks.
     loss : float or None
         The loss of this rank that was judged, float32; None if the host does not know it without another read.
+    rank : int or None
+        This rank, if the step is skipped and it has seen the cause itself: with ``by_loss`` a bad loss of its own.
 
     Examples
     --------
@@ -80,6 +82,7 @@ class StepReport(NamedTuple):
     batch: Batch = None
     by_loss: bool = False
     loss: float | None = None
+    rank: int | None = None
 
 
 class UpdateReport(NamedTuple):
@@ -164,7 +167,7 @@ class Deferred(NamedTuple):
 
     def report(self) -> StepReport:
         """Read the verdict, and return the report of the step."""
-        return step_report(self.pending.read(), self.iteration, batch=self.batch)
+        return step_report(self.pending.read(), self.iteration, self.pending.rank(), batch=self.batch)
 
 
 class Reports:
@@ -254,6 +257,7 @@ class Reports:
 def step_report(
     verdict: Verdict,
     iteration: int,
+    rank: int,
     retries: int = 0,
     overflow: OverflowReport | None = None,
     batch: Batch = None,
@@ -274,6 +278,7 @@ def step_report(
         batch,
         verdict.by_loss,
         verdict.loss,
+        rank if verdict.saw and is_skipped else None,
     )
 
 

@@ -414,7 +414,7 @@ class GradScaler:
                 if turn.left_out is not None:
                     owner = turn.owner() if turn.owner is not None else None
                     position = None if owner is None else parts.tally.position_of(owner)
-                    told.append((step_report(turn.left_out, ended.number), position))
+                    told.append((step_report(turn.left_out, ended.number, parts.agreement.rank()), position))
             following = Iteration(ended.number + 1, parts, steps)
             if parts.is_guard and ended.is_over:
                 following.go_on_from(ended)
@@ -766,9 +766,10 @@ class GradScaler:
         overflow = None
         if step.verdict.nonfinite and reports.diagnoses:
             overflow = self._diagnosis.of_overflow(optimizer, iteration)
-        report = step_report(step.verdict, iteration.number, step.retries, overflow, batch)
+        rank = self._parts.agreement.rank
+        report = step_report(step.verdict, iteration.number, rank(), step.retries, overflow, batch)
         iteration.steps.append((report, position))
-        reports.record(optimizer, report, self._parts.agreement.rank)
+        reports.record(optimizer, report, rank)
 
     def _raise_for_all(
         self,

@@ -63,7 +63,7 @@ class Pending:
     ) -> None:
         self.found, self.state, self.groups, self.is_judged_late = found, state, groups, is_judged_late
         # Gradients of a state before a load say nothing of the one in force.
-        self._rank, self._updates = agreement.rank, live.updates if state is live.state else -1
+        self.rank, self._updates = agreement.rank, live.updates if state is live.state else -1
         count, scaled = found.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2 + has_values
         presence = (not_scaled or Presence.SOME) if found.has_gradients else Presence.NONE
         self._is_idle = presence is Presence.ZEROS and not groups
@@ -176,7 +176,9 @@ class Pending:
         self._hidden = claims.code_in(agreed) if found.reason else 0
         if self._reads_norm:
             self._norm = claims.norm_of(sent)
-        return found._replace(norm=self._reported_norm(), loss=self.loss)
+        code = self._code if isinstance(self._code, int) else claims.code_in(sent)
+        saw = claims.has_seen(found, code, claims.fault_of(self.loss))
+        return found._replace(norm=self._reported_norm(), loss=self.loss, saw=saw)
 
     def _read_alone(self) -> Verdict:
         values = self._live.backend.read(self._sent) if self._copy is None else self._copy()
@@ -197,7 +199,7 @@ class Pending:
         self._hidden = self._code if isinstance(self._code, int) else flags.code
         if found.nonfinite:
             fault = claims.fault_of(self.loss) or claims.fault_in(self._hidden)
-            return found._replace(reason=Reason.OVERFLOW, by=self._rank(), by_loss=fault > 0)
+            return found._replace(reason=Reason.OVERFLOW, by=self.rank(), by_loss=fault > 0)
         return self._by_hidden(found)
 
     def _packed_alone(self, flags: Flags) -> tuple[Flags, Array]:

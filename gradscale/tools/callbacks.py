@@ -1,4 +1,4 @@
-"""Callbacks for GradScaler's on_skip and on_update: LogUpdates, TensorBoard, JSONLines, and every_rank.
+"""Callbacks for GradScaler's on_skip and on_update: LogUpdates, TensorBoard, JSONLines, BadBatches, and every_rank.
 
 A scaler calls them on rank 0, and on every rank those whose attribute ``every_rank`` is true::
 
@@ -25,7 +25,7 @@ from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
 
-__all__ = ["JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_log"]
+__all__ = ["BadBatches", "JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_bad_batches", "read_log"]
 __dir__ = __all__.copy
 
 LogRow: TypeAlias = dict[str, Any]
@@ -295,7 +295,10 @@ class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
 
     def __call__(self, report: UpdateReport | StepReport) -> None:
         """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
-        row = row_of(report)
+        self.write(row_of(report))
+
+    def write(self, row: LogRow) -> None:
+        """Write a row of plain values, with the iteration and the rank."""
         path = self.path if row["rank"] is None else self.path.replace(_RANK, str(row["rank"]))
         file = self._file or self._open(path)
         if file is None:
@@ -409,3 +412,85 @@ def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
         msg = f"the log must hold at least one row, got {where!r}, which is empty"
         raise InvalidValueError(msg)
     return rows
+
+
+class BadBatches:
+    """Write the batches of steps that were skipped for bad data, on the ranks that saw it, to one file of JSON lines.
+
+    For ``on_skip``, of a guard whose steps are given ``batch=``. Not written are refusals, and gradients that are not
+    finite at another scale than 1, if no loss was bad: the scale is the likely cause.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        One for all ranks and runs; rows are appended whole. Errors are those of :class:`JSONLines`.
+
+    Examples
+    --------
+    >>> import gradscale, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     guard = gradscale.StepGuard(on_skip=gradscale.callbacks.BadBatches(f"{folder}/bad.jsonl"))
+    ...     gradscale.callbacks.read_bad_batches(f"{folder}/bad.jsonl")  # to be left out of the next run
+    []
+    """
+
+    every_rank = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._log = JSONLines(path)
+        # Begins a run: its iterations may be those of another one.
+        self._log.write({"iteration": 0, "rank": None})
+
+    def __call__(self, report: StepReport) -> None:
+        """Write a skipped step's batch."""
+        if not isinstance(report, StepReport):
+            msg = f"BadBatches must be given as on_skip=, got a {type(report).__name__}"
+            raise InvalidTypeError(msg)
+        is_data = report.reason == "spike" or (report.reason == "overflow" and (report.by_loss or report.scale == 1.0))
+        if is_data and report.rank is not None:
+            kept = {name: getattr(report, name) for name in ("iteration", "rank", "batch", "reason", "by_loss")}
+            self._log.write(kept)
+
+
+def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[int | str]:
+    """Return the batches in a file of :class:`BadBatches` that are to be left out, in the order in which they were met.
+
+    As Megatron-LM has it, those of an iteration in which several ranks were bad at once are none of them, since the
+    data is not the cause then.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file; errors are those of :func:`read_log`.
+    times : int, default 1
+        2 for only those that the same rank has met twice, in other iterations or runs.
+
+    Returns
+    -------
+    list of int and str
+        What ``step(batch=)`` was given; of lists each item.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np, tempfile
+    >>> class SGD:
+    ...     def step(self): print("stepped")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     guard = gradscale.StepGuard(on_skip=gradscale.callbacks.BadBatches(f"{folder}/bad.jsonl"))
+    ...     optimizer = SGD()
+    ...     optimizer.grads = [np.float32([np.nan])]
+    ...     guard.step(optimizer, loss=np.nan, batch=20411)
+    ...     gradscale.callbacks.read_bad_batches(f"{folder}/bad.jsonl")
+    [20411]
+    """
+    times = validation.integer("times", times, 1, validation.LARGEST_INT32)
+    run, met = 0, collections.defaultdict[tuple[int, int], dict[int, LogRow]](dict)
+    for row in read_log(path):
+        run += row["iteration"] == 0
+        met[run, row["iteration"]][row["rank"]] = row
+    counts = collections.Counter[tuple[int, int | str]]()
+    for rows in met.values():
+        for rank, row in rows.items() if len(rows) == 1 else ():
+            batch = row.get("batch")
+            counts.update((rank, one) for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
+    return list(dict.fromkeys(batch for (_, batch), count in counts.items() if count >= times))

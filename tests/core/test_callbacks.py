@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import resource
 import types
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import pytest
 from optimizers import Tree
 
 import gradscale
-from gradscale import GradScaler, InvalidTypeError, InvalidValueError
+from gradscale import GradScaler, InvalidTypeError, InvalidValueError, StepGuard
 from gradscale.errors import LogWriteError
 from gradscale.scaler.reports import StepReport, UpdateReport
-from gradscale.tools.callbacks import JSONLines, LogUpdates, TensorBoard, read_log
+from gradscale.testing import run_ranks
+from gradscale.tools.callbacks import BadBatches, JSONLines, LogUpdates, TensorBoard, read_bad_batches, read_log
 
 
 def update(
@@ -164,3 +166,64 @@ def test_tensorboard_gets_scalars_by_iteration():
     assert [scalars["s/skip_rate", i] for i in (1, 2, 3, 4)] == [0.0, 0.5, 0.5, 0.0]
     with pytest.raises(InvalidTypeError, match="add_scalar"):
         TensorBoard(object())
+
+
+# Bad batches.
+
+
+def trained(path: Path, bad: dict[int, dict[int, float]], kind=StepGuard, **options: Any) -> None:
+    """Train on threads with a batch named 10 * rank + iteration; ``bad``: by iteration and rank, losses."""
+
+    def rank(group) -> None:
+        scaler, optimizer = kind(group=group, on_skip=BadBatches(path), **options), Tree()
+        for iteration in range(1, 9):
+            loss = bad.get(iteration, {}).get(group.rank, 1.0)
+            scaler.scale(np.float32(1.0))
+            # An average spreads what one rank has.
+            spread = [value for value in bad.get(iteration, {}).values() if not math.isfinite(value)]
+            optimizer.grads = [np.float32([spread[0] if spread else 1.0])]
+            scaler.step(optimizer, loss=loss, batch=[10 * group.rank + iteration])
+            scaler.update()
+
+    run_ranks(3, rank)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 50.0], ids=["nan", "inf", "spike"])
+@pytest.mark.parametrize("odd", range(3))
+def test_the_batch_of_the_rank_with_the_bad_loss_is_written(odd: int, loss: float, tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    rule = gradscale.SkipSpikes(window=4, min_values=2, of="loss")
+    trained(path, {5: {odd: loss}, 7: {odd: loss, (odd + 1) % 3: loss}}, skip=rule)
+    # Of iteration 7 several ranks were bad.
+    assert read_bad_batches(path) == [10 * odd + 5]
+    assert sorted(row["batch"][0] for row in read_log(path) if row["rank"] is not None) == sorted(
+        [10 * odd + 5, 10 * odd + 7, 10 * ((odd + 1) % 3) + 7]
+    )
+    assert read_bad_batches(path, times=2) == []
+    # Another run meets the first of them again, on the same rank in the same iteration, and another rank is bad in 7.
+    trained(path, {5: {odd: loss}, 7: {(odd + 2) % 3: loss}}, skip=rule)
+    assert read_bad_batches(path, times=2) == [10 * odd + 5]
+    assert read_bad_batches(path) == [10 * odd + 5, 10 * ((odd + 2) % 3) + 7]
+
+
+def test_what_is_no_bad_data_is_not_written_or_not_read(tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    # The scale is the likely cause.
+    scaler, optimizer = gradscale.GradScaler(on_skip=BadBatches(path)), Tree([np.float32([np.inf])])
+    scaler.scale(np.float32(1.0))
+    scaler.step(optimizer, batch="a")
+    scaler.update()
+    guard = StepGuard(on_skip=BadBatches(path))
+    guard.refuse(optimizer)
+    optimizer.grads = [np.float32([1.0])]
+    guard.step(optimizer, batch="b")
+    assert [row["iteration"] for row in read_log(path)] == [0, 0]
+    # A step without a name.
+    guard.step(optimizer, loss=math.nan)
+    assert read_bad_batches(path) == []
+    guard.step(optimizer, loss=math.nan, batch=["c", 3])
+    assert read_bad_batches(path) == ["c", 3]
+    with pytest.raises(InvalidTypeError, match="BadBatches must be given as on_skip="):
+        BadBatches(path)(UpdateReport(1, 1.0, False, 0, ()))  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="times must be"):
+        read_bad_batches(path, times=0)

@@ -33,6 +33,7 @@ LEARNT = {
     "guard-numpy": "assert guard.counts() == {'taken': 198, 'overflow': 1, 'spike': 1, 'refused': 0}\n"
     "assert abs(optimizer.weights - 1).max() < 0.3 and resumed.counts() == guard.counts()\n",
     "numpy-first": "assert abs(sgd.weights - np.float32([1, -2])).max() < 0.01 and scaler.get_scale() < 65536\n",
+    "guard-bad-batches": "assert callbacks.read_bad_batches('bad_batches.jsonl') == [2]\n",
     "guard-jax": "assert verdict.counts()['spike'] == verdict.counts()['overflow'] == 1\n"
     "assert abs(params['w'] - 1).max() < 0.2\n",
     "guard-mlx": "assert guard.counts() == {'taken': 198, 'overflow': 1, 'spike': 1, 'refused': 0}\n"

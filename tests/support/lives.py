@@ -157,6 +157,8 @@ class Turn:
     # The losses of ranks that were judged, and whether that of the rank with the reason is its cause.
     losses: Sequence[float | None] = ()
     by_loss = False
+    # Whether this rank has seen the cause itself.
+    saw = True
     lacks_values = is_zero = is_idle = is_declined = is_left_out = is_at_min = by_closure = has_begun = False
 
     @property
@@ -365,6 +367,7 @@ class Model:
                 ]
                 turn.reason, turn.by = reason, max(seen, key=lambda rank: (faults[rank], -rank))
                 turn.by_loss = faults[turn.by] > 0
+                turn.saw = faults[self.rank] > 0 if turn.by_loss else self.rank in seen
                 return
         turn.reason, turn.by, turn.by_loss = "stepped" if has_gradients else "no gradients", None, False
 
@@ -375,13 +378,14 @@ class Model:
         told = is_skipped, turn.scale, int(is_overflow), turn.reason, self.iteration, retries, local, None, turn.by
         loss = turn.losses[self.rank] if turn.losses else None
         loss = math.nan if loss is not None and math.isnan(loss) else loss
-        return StepReport(*told, norm=turn.norm, by_loss=turn.by_loss, loss=loss)
+        rank = self.rank if turn.saw and is_skipped and turn.reason != "no gradients" else None
+        return StepReport(*told, norm=turn.norm, by_loss=turn.by_loss, loss=loss, rank=rank)
 
     def stepped(self, k: int, declines: bool, retries: int) -> StepReport:
         """Step an optimizer by its verdict, or see that it declines to make the step: each rank by itself."""
         turn = self.turns[k]
         if declines and turn.reason == "stepped":
-            turn.is_declined, turn.reason, turn.by = True, "refused", self.rank
+            turn.is_declined, turn.reason, turn.by, turn.by_loss, turn.saw = True, "refused", self.rank, False, True
         turn.stage = "stepped"
         self.reports.append(self.report(turn, retries))
         self.steppers.append(k)
