@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -12,7 +13,7 @@ from gradscale.extras import needs
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.reports import StepReport
 from gradscale.scaler.scaler import iteration_of
-from gradscale_torch.amp import GradScaler
+from gradscale_torch.amp import GradScaler, StepGuard
 
 with needs("gradscale_torch.plugins", "lightning"):
     from lightning.fabric import is_wrapped
@@ -21,18 +22,22 @@ with needs("gradscale_torch.plugins", "lightning"):
     from lightning.pytorch.plugins import MixedPrecision as TrainersMixedPrecision
 
 
+Precision: TypeAlias = Literal["16-mixed", "bf16-mixed", "32-true"]
+
+
 class MixedPrecision(TrainersMixedPrecision):
     """Lightning's plugin of this name for its Trainer, whose learning-rate schedules hold on skipped steps.
 
     Parameters
     ----------
-    precision : {"16-mixed", "bf16-mixed"}, default "16-mixed"
-        As in Lightning; "bf16-mixed" has no scaler.
+    precision : {"16-mixed", "bf16-mixed", "32-true"}, default "16-mixed"
+        As in Lightning. The last two have no scaler, but may have a guard.
     device : str, default "cuda"
         The type of the device that is trained on.
-    scaler : GradScaler or ShardedGradScaler, optional
-        Of ``gradscale_torch``, else InvalidTypeError. Default: ``GradScaler(device)``. Callbacks find it as an
-        attribute: ``trainer.precision_plugin.scaler.last_step(trainer.optimizers[0])``.
+    scaler : GradScaler, ShardedGradScaler or StepGuard, optional
+        Of ``gradscale_torch``, and a StepGuard but for "16-mixed", else InvalidTypeError. Default:
+        ``GradScaler(device)`` for "16-mixed". Callbacks find it as an attribute:
+        ``trainer.precision_plugin.scaler.last_step(trainer.optimizers[0])``.
 
     Notes
     -----
@@ -52,11 +57,17 @@ class MixedPrecision(TrainersMixedPrecision):
 
     def __init__(
         self,
-        precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed",
+        precision: Precision = "16-mixed",
         device: str = "cuda",
         scaler: GradScaler | None = None,
     ) -> None:
-        super().__init__(precision, device, _scaler_for(precision, device, scaler))
+        super().__init__("bf16-mixed" if precision == "32-true" else precision, device)
+        # Lightning's own refuses one for any but float16.
+        self.precision, self.scaler = precision, _scaler_for(precision, device, scaler)
+
+    def autocast_context_manager(self) -> Any:
+        """Return the context of the forward pass; nothing is cast for "32-true"."""
+        return contextlib.nullcontext() if self.precision == "32-true" else super().autocast_context_manager()
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Clip gradients by their unscaled values; those that are scaled, as in manual optimization, stay scaled."""
@@ -106,11 +117,20 @@ class FabricMixedPrecision(FabricsMixedPrecision):
 
     def __init__(
         self,
-        precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed",
+        precision: Precision = "16-mixed",
         device: str = "cuda",
         scaler: GradScaler | None = None,
     ) -> None:
-        super().__init__(precision, device, _scaler_for(precision, device, scaler))
+        super().__init__("bf16-mixed" if precision == "32-true" else precision, device)
+        self.precision, self.scaler = precision, _scaler_for(precision, device, scaler)
+
+    def forward_context(self) -> Any:
+        """Return the context of the forward pass; nothing is cast for "32-true"."""
+        return contextlib.nullcontext() if self.precision == "32-true" else super().forward_context()
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast the inputs of the forward pass; for "32-true" return them as they are."""
+        return data if self.precision == "32-true" else super().convert_input(data)
 
     def step_schedule(self, optimizer: torch.optim.Optimizer, schedule: Any, *args: object, **kwargs: object) -> None:
         """Step a schedule as :meth:`gradscale.GradScaler.step_schedule`; the optimizer is Fabric's or your own."""
@@ -170,8 +190,9 @@ class HeldSchedule:
 def _scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradScaler | None:
     if scaler is None:
         return GradScaler(device) if precision == "16-mixed" else None
-    if not isinstance(scaler, GradScaler):
-        msg = f"scaler must be a GradScaler or ShardedGradScaler of gradscale_torch, got {scaler!r}"
+    wanted = GradScaler if precision == "16-mixed" else StepGuard
+    if not isinstance(scaler, wanted):
+        msg = f"scaler must be a {wanted.__name__} of gradscale_torch for {precision!r}, got {scaler!r}"
         raise InvalidTypeError(msg)
     return scaler
 

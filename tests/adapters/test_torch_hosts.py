@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from axes import require
-from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
+from axes_torch import GradScaler, ShardedGradScaler, StepGuard, TorchScaler, torch
 from small_torch import Small, optimizer_of
 
 import gradscale
@@ -388,8 +388,19 @@ def test_a_scaler_is_made_where_none_is_given_and_torchs_is_refused(kind: str):
     assert make("bf16-mixed", "cpu").scaler is None
     sharded = ShardedGradScaler("cpu")
     assert make("16-mixed", "cpu", sharded).scaler is sharded
-    with pytest.raises(gradscale.InvalidTypeError, match=r"of gradscale_torch, got <torch\.amp"):
+    with pytest.raises(gradscale.InvalidTypeError, match=r"of gradscale_torch for '16-mixed', got <torch\.amp"):
         make("16-mixed", "cpu", TorchScaler("cpu"))
+    for precision in ("bf16-mixed", "32-true"):
+        guard = StepGuard()
+        made = make(precision, "cpu", guard)
+        assert (made.precision, made.scaler) == (precision, guard)
+        assert torch.is_autocast_enabled("cpu") is False
+        with made.forward_context():
+            assert torch.is_autocast_enabled("cpu") is (precision == "bf16-mixed")
+        with pytest.raises(gradscale.InvalidTypeError, match=f"scaler must be a StepGuard .* for {precision!r}, got"):
+            make(precision, "cpu", sharded)
+    with pytest.raises(Exception, match="Precision must be"):
+        make("64-true", "cpu")
 
 
 @pytest.mark.parametrize("wraps", [False, True], ids=["raw-optimizer", "fabrics-optimizer"])
