@@ -486,6 +486,9 @@ def held_arrays(
         raise InvalidTypeError(msg)
     if params is None:
         found = [HeldArray("weight", one.name, one.parameter) for one in named]
+    elif hasattr(params, "named_parameters") and hasattr(params, "named_buffers"):
+        # A module of torch's kind.
+        found = [HeldArray("weight", *one) for one in (*params.named_parameters(), *params.named_buffers())]
     else:
         names = {one.name: renamed.name for one, renamed in zip(located, named, strict=True)}
         leaves = _leaves("params", tree.leaves_with_paths(params))

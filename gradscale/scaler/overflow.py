@@ -212,6 +212,8 @@ class OverflowReport:
         searched = None if all(part.broken is None for part in parts) else broken
         cause, explanation = find_cause(entries, first.scale, minimum, loss_nonfinite, searched, is_scaled=is_scaled)
         nonfinite, finite, of_broken = map(sum, zip(*(part.omitted for part in parts), strict=True))
+        if cause == "model" and not nonfinite + finite:
+            explanation += _beginning(entries)
         return cls(
             *(entries, first.scale, first.iteration, cause, explanation, nonfinite, finite, loss_nonfinite),
             broken=searched,
@@ -253,6 +255,18 @@ class OverflowReport:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         broken = None if self.broken is None else [entry.to_dict() for entry in self.broken]
         return fields | {"entries": [entry.to_dict() for entry in self.entries], "broken": broken}
+
+
+def _beginning(entries: Sequence[ParameterReport]) -> str:
+    """Say at which parameter the first gradient of a backward pass is not finite; nothing if that is the last one."""
+    of_rank = [entry for entry in entries if entry.rank == entries[0].rank and not entry.missing]
+    begin = max((entry.index for entry in of_rank if entry.nonfinite), default=0)
+    finite = sorted((entry.index, entry.name) for entry in of_rank if entry.index > begin)
+    name = next((entry.name for entry in of_rank if entry.index == begin), "")
+    if not finite or not name:
+        return ""
+    names = " to ".join(dict.fromkeys((finite[0][1], finite[-1][1])))
+    return f" It begins at {name}: from the loss down to there, {names}, gradients are finite."
 
 
 def find_cause(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, Unpack, overload
@@ -544,9 +545,9 @@ class GradScaler:
         gather : bool, default False
             Report all ranks of the scaler's group. Every rank must call it then, and gets the same report: the 4096
             worst entries, or the 8 worst of each rank if that is more. Over several groups they are gathered in turn.
-        params : arrays in nested containers, optional
-            Weights to be searched for inf and NaN, too: if these hold any, no lower scale will help. Default: with
-            ``state``, the parameters in ``param_groups`` that are arrays.
+        params : arrays in nested containers, or module of torch, optional
+            Weights to be searched for inf and NaN, too, of a module also its buffers: if these hold any, no lower scale
+            will help. Default: with ``state``, the parameters in ``param_groups`` that are arrays.
         state : bool, or arrays in nested containers, default False
             The optimizer's state to be searched like that, such as its momentum; integers are left out. True takes
             ``optimizer.state``, a mapping as torch's optimizers have. Of an optimizer within another one pass the inner
@@ -798,6 +799,11 @@ class GradScaler:
         texts = [streak.sentence(type(stalled[0]).__name__ if stalled else "an optimizer")]
         if "overflow" in streak.reasons:
             texts += [self._diagnosis.of_stall(optimizer, ended) for optimizer in stalled]
+            losses = [math.inf if turn.verdict is None else turn.verdict.loss for turn in ended.turns]
+            if streak.never_scales and any(loss is not None and math.isfinite(loss) for loss in losses):
+                texts.append(
+                    "The loss is finite: see whether gradients are zeroed after a skipped step, too, which keep NaN"
+                )
         if "spike" in streak.reasons and guard is not None:
             texts.append(f"All is judged by skip={shown(guard.rule)}, which may be too strict for what is usual here")
         raise_or_warn(texts, gives_up=gives_up)

@@ -9,7 +9,7 @@ from typing import Any
 
 import diagnoses
 import pytest
-from axes_torch import GradScaler, ShardedGradScaler, torch
+from axes_torch import GradScaler, ShardedGradScaler, StepGuard, torch
 from libraries import opened
 from small_torch import Small, optimizer_of
 from tiers import examples
@@ -129,3 +129,13 @@ def test_a_state_of_a_tensor_subclass_is_searched_inside():
             run.optimizer.state[run.parameter]["exp_avg"] = Quantized(codes, torch.tensor([1.0, scale]))
             report = run.scaler.diagnose(run.optimizer, state=True)
             assert [entry.place for entry in report.broken] == found
+
+
+def test_the_buffers_of_a_module_are_searched_with_its_weights():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    model[1].running_var[1] = math.nan
+    report = StepGuard().diagnose(optimizer, model.named_parameters(), params=model)
+    assert [(entry.place, entry.nan) for entry in report.broken] == [("1.running_var", 1)]
+    assert report.cause == "weights"

@@ -195,6 +195,17 @@ def test_an_optimizer_that_is_never_stepped_is_told_of_beside_one_that_is(kind: 
     scaler.update()
 
 
+def test_gradients_that_are_not_zeroed_after_a_skip_are_thought_of():
+    said = "The loss is finite: see whether gradients are zeroed after a skipped step"
+    for loss, is_said in ((1.0, True), (math.nan, False)):
+        guard, optimizer = StepGuard(give_up_after=2), Tree([np.float32([math.nan])])
+        guard.step(optimizer, loss=loss)
+        optimizer.grads[0] += np.float32(1.0)
+        with pytest.raises(gradscale.TrainingStalledError) as caught:
+            guard.step(optimizer, loss=loss)
+        assert (said in str(caught.value)) == is_said
+
+
 def test_refusals_of_the_program_are_no_stall_and_end_none():
     scaler = KINDS["scaler"](warn_after=2, give_up_after=3)
     run_two(scaler, 1.0, 1.0, times=5, refused=True)

@@ -176,3 +176,27 @@ def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind
         pytest.skip(f"this ml_dtypes has no {kind}")
     dtype = np.dtype(getattr(ml_dtypes, kind))
     assert summaries.smallest_normal(dtype, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)
+
+
+# Where it begins.
+
+
+def begun(*values: float) -> str:
+    """Return what is said of gradients of layers with these values, of which the last is next to the loss."""
+    optimizer = Tree({f"layer{index}": np.float32([value]) for index, value in enumerate(values)})
+    return gradscale.StepGuard().diagnose(optimizer).explanation.partition(" It begins at ")[2]
+
+
+def test_it_begins_at_the_last_parameter_that_is_not_finite():
+    there = "from the loss down to there"
+    assert (
+        begun(math.nan, math.nan, 1.0, 2.0) == f"['layer1']: {there}, ['layer2'] to ['layer3'], gradients are finite."
+    )
+    assert begun(math.nan, 1.0, math.inf, 2.0) == f"['layer2']: {there}, ['layer3'], gradients are finite."
+    # All are bad down from the loss, or none is.
+    assert begun(1.0, math.nan) == begun(math.nan) == begun(1.0, 2.0) == ""
+    # An overflow of the scale has no beginning.
+    optimizer, scaler = Tree({"a": np.float32([np.inf]), "b": np.float32([1.0])}), gradscale.GradScaler()
+    optimizer.grads = scaler.scale(optimizer.grads)
+    report = scaler.diagnose(optimizer)
+    assert (report.cause, "begins" in report.explanation) == ("scale", False)
