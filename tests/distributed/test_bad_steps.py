@@ -36,7 +36,8 @@ def guarded(group, bad_rank: int, bad: str, fused: bool):
     rank, _ = rank_and_size(group)
     # All ranks of torch.distributed, if it is that of this world.
     given = None if isinstance(group, torch.distributed.ProcessGroup) else group
-    guard = gradscale_torch.StepGuard(group=given, timeout=60.0, skip=RULE)
+    average, expected = torch.zeros(3), torch.zeros(3)
+    guard = gradscale_torch.StepGuard(group=given, timeout=60.0, skip=RULE, hold=average)
     weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer, plain = (torch.optim.AdamW([weight], lr=0.1, fused=fused) for weight in weights)
     reason = {"nan": "overflow", "inf": "overflow", "loss": "spike", "norm": "overflow", "spread": "overflow"}.get(
@@ -60,6 +61,8 @@ def guarded(group, bad_rank: int, bad: str, fused: bool):
         if is_bad and (bad == "spread" or (is_bad_here and bad in ("nan", "inf"))):
             # An average spreads a loss of NaN to all ranks.
             weights[0].grad = weights[0].detach() * (math.nan if bad == "spread" else float(bad))
+        for each in (average, expected)[: 1 if is_bad else 2]:
+            each += math.nan if is_bad else number
         if is_bad_here and bad == "refused":
             guard.refuse(optimizer)
         guard.step(optimizer, **inputs)
@@ -73,6 +76,7 @@ def guarded(group, bad_rank: int, bad: str, fused: bool):
         assert str(report.loss) == str(value.item())
         assert (report.reason, report.by) == ((reason, bad_rank) if is_bad else ("stepped", None))
         assert torch.equal(*(weight.detach().view(torch.int16) for weight in weights))
+        assert torch.equal(average, expected)
         # Of each rank the own one.
         guard.load_state_dict(guard.state_dict())
     assert guard.counts() == {"taken": 11, "overflow": 0, "spike": 0, "refused": 0} | {reason: 1}
