@@ -828,6 +828,24 @@ def test_what_is_held_is_put_back_on_the_device_without_a_wait(cuda, is_captured
         assert [set(on_host(each).reshape(-1).tolist()) for each in held[:2]] == [{expected}] * 2
 
 
+@pytest.mark.parametrize(("name", "most"), [("SGD", 2), ("SGD-fused", 10)], ids=["plain", "fused"])
+def test_holding_costs_a_copy_for_each_dtype_and_no_wait(cuda, name: str, most: int):
+    dtypes = [torch.float32, torch.int64]
+    held = [torch.zeros(4, dtype=dtype, device="cuda:0") for dtype in dtypes for _ in range(9)]
+    costs = []
+    for hold in (None, held):
+        run = run_on(StepGuard(hold=hold), name, "cuda:0")
+        for value in (1.0, math.nan, 1.0):
+            run.give(value)
+            before = cuda.launches
+            cuda.waits.clear()
+            run.scaler.step(run.optimizer)
+            made, waits = cuda.launches - before, len(cuda.waits)
+        costs.append((made, waits))
+    (plain, waits), (holding, more_waits) = costs
+    assert (holding - plain <= most, more_waits) == (True, waits), costs
+
+
 # One call: of the rows with loss= and norm=, most operations.
 INPUTS = {"loss": ("loss", 5), "norm": ("norm", 2), "loss and norm": ("loss norm", 4)}
 
