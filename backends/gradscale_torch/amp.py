@@ -515,6 +515,12 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     __repr__ = gradscale.StepGuard.__repr__
     update = hosts.untraced(gradscale.StepGuard.update)
 
+    @hosts.untraced
+    def keeps(self, loss: Tensor | float) -> bool:
+        """Tell whether to make the backward pass of a micro-batch, as :meth:`gradscale.StepGuard.keeps`."""
+        self._join()
+        return gradscale.StepGuard.keeps(self, loss)
+
     def _default_groups(self) -> Sequence[Collectives]:
         return _all_ranks(self._timeout)
 

@@ -31,7 +31,7 @@ class TensorSnapshot:
     """Copies as of the last step that was made; they follow what is moved, converted or loaded from a state dict."""
 
     def __init__(self, wanted: Sequence[object]) -> None:
-        modules: list[torch.nn.Module] = []
+        self._wanted, modules = wanted, list[torch.nn.Module]()
         for each in wanted:
             if isinstance(each, torch.nn.Module):
                 modules += [module for module in each.modules() if module._buffers]
@@ -85,6 +85,10 @@ class TensorSnapshot:
             self._pairs |= zip(kind, zip(tensors, copies, strict=True), strict=True)
         for slot in current.keys() & old.keys():
             self._pairs[slot][1].copy_(old[slot][1])
+
+    def anew(self) -> TensorSnapshot:
+        """Return other copies of the same tensors, as they are now."""
+        return TensorSnapshot(self._wanted)
 
     @torch.no_grad()
     def save(self) -> None:

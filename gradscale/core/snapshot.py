@@ -16,6 +16,9 @@ HOLDABLE = "hold must be a module of torch, an array that can be written in plac
 class Snapshot(Protocol):
     """Copies of arrays as they were after the last step that was made."""
 
+    def anew(self) -> Snapshot:
+        """Return other copies of the same arrays, as they are now."""
+
     def save(self) -> None:
         """Copy the arrays anew."""
 
@@ -41,6 +44,10 @@ class ArraySnapshot:
                 raise InvalidTypeError(msg) from error
         self._arrays = arrays
         self._copies = [array_namespace(each).asarray(each, copy=True) for each in arrays]
+
+    def anew(self) -> ArraySnapshot:
+        """Return other copies of the same arrays, as they are now."""
+        return ArraySnapshot(self._arrays)
 
     def save(self) -> None:
         """Copy the arrays anew."""

@@ -86,6 +86,7 @@ class Call(enum.StrEnum):
     STEP = "unscale_() or step()"
     NORM = "unscale_(max_norm=), for the norm over the group"
     DIAGNOSIS = "diagnose(gather=True)"
+    MICRO_BATCH = "keeps()"
     GROUP_AGREEMENT = "a GroupAgreement"
     GROUP_AGREEMENT_ON_SPIKES = "a GroupAgreement with spike="
     COMPILED = "gradscale_jax.agree"
@@ -109,6 +110,8 @@ class Claim(NamedTuple):
     steps: int = 0
     """How many steps were made in the iterations before."""
     max_norm: float | None = None
+    checksum: str = ""
+    """Of gradients that ranks hold alike, after a micro-batch was dropped."""
     kind: str = ""
     """The optimizer's class and number of ``param_groups``, or its name."""
 

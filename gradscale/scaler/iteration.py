@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import math
 import operator
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,7 +21,7 @@ from gradscale.core.snapshot import Snapshot
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
-from gradscale.scaler.claim import Call, Claim, LossFault, Presence, Reason, Verdict
+from gradscale.scaler.claim import Call, Claim, Flags, LossFault, Presence, Reason, Verdict
 from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.guard import Guard, Losses, Observation, beside, is_nonfinite, value_of
 from gradscale.scaler.inputs import StepInputs
@@ -133,6 +135,10 @@ class Iteration:
     groups or loaded a state.
     """
 
+    # How many micro-batches were kept, and dropped, and whether the last one was.
+    kept = dropped = 0
+    has_dropped_last = False
+    _marks: Sequence[Snapshot] = ()
     # Whether some rank has skipped as many steps in a row as it allows.
     scaled = is_inside_closure = gives_up = False
     state: ScaleState | None = None
@@ -322,6 +328,8 @@ class Iteration:
             )
         if turn.stage is Stage.READY and self.reports.under_way:
             self.check_late_verdicts()
+        if turn.stage is Stage.READY and self.dropped and not self.kept:
+            turn.refused = turn.refused or Reason.REFUSED
         return turn
 
     def take_inputs(self, turn: Turn, inputs: StepInputs, *, has_closure: bool) -> None:
@@ -357,6 +365,47 @@ class Iteration:
             self.losses = Losses()
             self.look([loss])
         turn.inputs = inputs
+
+    def keeps(self, owner: object, loss: Array | float) -> bool:
+        """Tell whether the loss of a micro-batch is finite on all ranks, and count it: one message and one read."""
+        live, agreement = self.live, self.agreement
+        if agreement.failure is not None:
+            raise agreement.failure
+        groups = () if agreement.is_alone else agreement.usable_groups()
+        value = value_of(loss if isinstance(loss, float) else live.backend_for(loss).values_of(loss))
+        if not groups:
+            is_kept = math.isfinite(float(value))
+        else:
+            for turn in self.turns:
+                if turn.pending is not None and turn.pending.is_unread:
+                    self.verdict(turn)
+            state = self.in_force(lambda: loss if is_array_api_obj(loss) else None)
+            claim = self.next_claim(groups, owner, call=Call.MICRO_BATCH)
+            code = is_nonfinite(value, state.scale) * claims.reason_code(
+                Reason.OVERFLOW, agreement.rank(), LossFault.NONFINITE
+            )
+            sent = claims.of_arrays(live.backend, live.policy, state, claims.hash_of(claim), Flags(0, code=code))
+            with agreement.failing():
+                ballot = agreement.send(groups, sent, self.number, claim)
+                is_kept = not ballot.verdict(*ballot.read(live.backend), live.policy).reason
+        self.kept, self.dropped, self.has_dropped_last = self.kept + is_kept, self.dropped + (not is_kept), not is_kept
+        if is_kept:
+            self.look([loss])
+            self._marks = [snapshot.anew() for snapshot in self.parts.snapshots]
+        for snapshot in () if is_kept else self._marks or self.parts.snapshots:
+            snapshot.restore()
+        return is_kept
+
+    def _checksum(self, optimizer: Optimizer) -> str:
+        """Return a checksum of gradients that all ranks hold, unless what averages them was left out."""
+        located = [one.array for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
+        arrays = [one for one in map(self.live.hooks.values_of, located) if one is not None and is_floating(one)]
+        summaries = self.live.backend_for(arrays[0]).read_summaries(arrays)[0] if arrays else []
+        return (
+            f"{zlib.crc32(repr(summaries).encode()):08x} of the gradients, which differ: a micro-batch was dropped, "
+            f"and perhaps the one that averages them, as the last does under no_sync(); make a backward pass in its "
+            f'place, of zeros. Of parts of gradients say max_norm= with norm_over="group"'
+        )
 
     def check_late_verdicts(self, *, waits: bool = False) -> None:
         """Look at late verdicts that have arrived, or all: ranks may differ, and the scale is known for a while."""
@@ -417,6 +466,13 @@ class Iteration:
             if is_unscaled:
                 self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
             self._note_values(has_values=has_values)
+        if self.has_dropped_last and self.kept and gradients.groups:
+            self.wrong_order(
+                "keeps() has dropped the last micro-batch of DTensor gradients, and whether it was the one that "
+                "reduces them cannot be seen: call update(1.0) and make them anew, or guard such a loop without keeps()"
+            )
+        is_averaged = len(groups) > 0 and not gradients.groups and self.parts.clipping.norm_over != "group"
+        checksum = self._checksum(optimizer) if self.dropped and is_averaged else ""
         before = turn.stage, turn.pending
         turn.stage, turn.pending, turn.is_overtaken = Stage.UNSCALED, None, False
         try:
@@ -438,6 +494,8 @@ class Iteration:
             if turn.refused:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
+            if claim is not None and self.dropped:
+                claim = claim._replace(checksum=checksum)
             scaled, is_last = (not_scaled, is_unscaled), self.tally.is_last_chance(optimizer) and len(groups) > 0
             turn.pending = Pending(
                 live,

@@ -45,6 +45,7 @@ from gradscale.scaler.stepper import Step
 
 _Outputs = TypeVar("_Outputs")
 
+_A_MICRO_LOSS = "loss must be a number or a real floating array of one element"
 _A_LOSS = "loss must be a number, a real floating array of one element, or False for none"
 # Dividing by it changes nothing.
 _ONE = StaticScale(1.0)
@@ -333,6 +334,7 @@ class GradScaler:
         if not self._enabled:
             report = StepReport(False, 1.0, 0, "disabled", self._iteration.number, batch=inputs and inputs.batch)
             self._parts.reports.record(optimizer, report)
+            self._iteration.kept = 0
             if self._parts.clipping.max_norm is not None:
                 if callable(kwargs.get("closure", next(iter(args), None))):
                     msg = "a disabled scaler clips before the step, got a closure: clip in the closure itself"
@@ -420,6 +422,7 @@ class GradScaler:
             if parts.is_guard and ended.is_over:
                 following.go_on_from(ended)
             self._iteration = following
+            parts.tally.drop(ended.dropped)
             for step, position in told:
                 parts.tally.note(step, position)
             stalled, gives_up = parts.tally.take_grown(gives_up=ended.gives_up)
@@ -933,6 +936,52 @@ class StepGuard(ShardedGradScaler):
     def __repr__(self) -> str:
         guard = self._parts.guard
         return f"{type(self).__name__}(skip={None if guard is None else guard.rule!r}, enabled={self._enabled})"
+
+    def keeps(self, loss: Array | float) -> bool:
+        """Tell whether to make the backward pass of a micro-batch: not if its loss is not finite, on any rank.
+
+        Over a group one message and one host read, for which every rank calls it as often, in one order. A loss that is
+        kept is one of those whose mean the next step is judged by. If each of a step's is dropped, the step counts as
+        refused. What ``hold`` names is put back for a dropped one. ``counts()["dropped"]`` has their number.
+
+        Parameters
+        ----------
+        loss : number or array of one element
+            That of the micro-batch on this rank; InvalidTypeError for another thing.
+
+        Returns
+        -------
+        bool
+            The same on all ranks; True if the guard is disabled.
+
+        Raises
+        ------
+        ScaleDesyncError
+            In ``step``, if ranks hold other gradients after one was dropped: if that one was to average them, as the
+            last does under ``no_sync()`` of DDP, make a backward pass of zeros in its place.
+        CallOrderError
+            In ``step``, if gradients are DTensors, and the last micro-batch was dropped: whether it was the one that
+            reduces them cannot be seen.
+
+        Examples
+        --------
+        >>> import gradscale
+        >>> guard = gradscale.StepGuard()
+        >>> [guard.keeps(loss) for loss in (0.5, float("nan"), 0.75)], guard.kept
+        ([True, False, True], 2)
+        """
+        given = checked_loss(loss, _A_MICRO_LOSS)
+        if not self._enabled:
+            self._iteration.kept += 1
+            return True
+        self._end_if_over()
+        with call_of(self, "keeps()"):
+            return self._iteration.keeps(self, given)
+
+    @property
+    def kept(self) -> int:
+        """How many micro-batches were kept since the last step: what to divide the gradients by."""
+        return self._iteration.kept
 
     def update(self, new_scale: float | Array | None = None) -> None:
         """End an iteration that no ``step`` has ended; right after one it does nothing, so that a loop may call it.

@@ -13,7 +13,7 @@ from gradscale.errors import InvalidValueError, TrainingStalledError, TrainingSt
 from gradscale.scaler.reports import COUNTED, REASONS, StepReport
 
 WARN_AFTER = 50
-_SEEN = "spikes seen"
+_SEEN, _DROPPED = "spikes seen", "dropped"
 _CAUSES: dict[str, str] = {words.name: words.cause for words in REASONS.values() if words.cause}
 
 
@@ -120,9 +120,16 @@ class Tally:
     def restart(self, counts: Mapping[str, int], streaks: Sequence[SkipStreak] = ()) -> None:
         """Go on from saved counts, and streaks, which optimizers take over in the order of their first steps."""
         self.counts = {name: counts.get(name, 0) for name in self._names}
+        if _DROPPED in counts:
+            self.counts[_DROPPED] = counts[_DROPPED]
         self._streaks = {position: streak for position, streak in enumerate(streaks) if streak.length}
         # The positions of those that have grown since they were last looked at.
         self._grown: set[int] = set()
+
+    def drop(self, number: int) -> None:
+        """Count micro-batches that were dropped."""
+        if number:
+            self.counts = {**self.counts, _DROPPED: self.counts.get(_DROPPED, 0) + number}
 
     def position_of(self, optimizer: object) -> int:
         """Return the position of an optimizer's streak."""

@@ -422,6 +422,8 @@ TOGETHER: dict[str, tuple[Path, int, tuple[int, ...], float, dict[str, Any]]] = 
     "torchtitan-guard": (TORCH_PAGE, 72, (70,), 1e6, {"steps": {71.0}, "rates": pytest.approx([0.01 * 72 / 100])}),
     "guard_ddp": (GUARD_PAGE, 72, (70,), 1e6, {"scale": 1.0, "steps": {71.0}, "advanced": 71, "averaged": 71}),
     "guard_fsdp2": (GUARD_PAGE, 72, (70,), 1e6, {"scale": 1.0, "steps": {71.0}}),
+    # One micro-batch of the second batch, and all of the fourth.
+    "guard_micro_batches": (GUARD_PAGE, 8, (6, 13, 14, 15, 16), math.inf, {"scale": 1.0, "steps": {7.0}}),
 }
 
 
@@ -432,6 +434,7 @@ def test_both_ranks_skip_together_and_what_follows_the_optimizers_holds(name: st
     if block == "torchtitan":
         require("torchtitan")
     steps, reason = ((2, 4), "overflow") if name == "actor" else (bad, "overflow" if by == math.inf else "spike")
+    steps, reason = ((4,), "refused") if name == "guard_micro_batches" else (steps, reason)
     expected |= {"skipped": [(step, reason) for step in steps], "masters": {"torch.float32"}}
     cases = [(page, block, count, bad, bad_rank, by, str(tmp_path)) for bad_rank in (0, 1)]
     for _, answers in each(GlooWorld(2), run_on_ranks, cases):
