@@ -132,6 +132,10 @@ class FabricMixedPrecision(FabricsMixedPrecision):
         """Cast the inputs of the forward pass; for "32-true" return them as they are."""
         return data if self.precision == "32-true" else super().convert_input(data)
 
+    def convert_output(self, data: Any) -> Any:
+        """Cast the outputs of the forward pass; for "32-true" return them as they are."""
+        return data if self.precision == "32-true" else super().convert_output(data)
+
     def step_schedule(self, optimizer: torch.optim.Optimizer, schedule: Any, *args: object, **kwargs: object) -> None:
         """Step a schedule as :meth:`gradscale.GradScaler.step_schedule`; the optimizer is Fabric's or your own."""
         if self.scaler is None:

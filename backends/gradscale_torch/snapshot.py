@@ -30,10 +30,12 @@ class _Group(NamedTuple):
 class TensorSnapshot:
     """Copies as of the last step that was made; they follow what is moved, converted or loaded from a state dict."""
 
+    takes_flags = True
+
     def __init__(self, wanted: Sequence[object]) -> None:
         self._wanted, modules = wanted, list[torch.nn.Module]()
         for each in wanted:
-            if isinstance(each, torch.nn.Module):
+            if isinstance(each, torch.nn.Module) and not isinstance(each, torch.jit.ScriptModule):
                 modules += [module for module in each.modules() if module._buffers]
             elif not isinstance(each, Tensor):
                 msg = f"{HOLDABLE}, got {shown(each)}"
@@ -41,9 +43,9 @@ class TensorSnapshot:
         self._tensors = [each for each in wanted if isinstance(each, Tensor)]
         self._modules = list(dict.fromkeys(modules))
         for tensor in self._current().values():
-            is_dense = tensor.layout == torch.strided and not (tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
-            if not is_dense or tensor.is_inference():
-                msg = f"{HOLDABLE}, got a tensor that has no values to write yet, or is not dense: {shown(tensor)}"
+            is_there = tensor.layout == torch.strided and not (tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
+            if not is_there or tensor.is_inference() or (0 in tensor.stride() and not tensor.is_contiguous()):
+                msg = f"{HOLDABLE}, got a tensor that has no values to write, or shares them: {shown(tensor)}"
                 raise InvalidTypeError(msg)
         self._pairs: dict[_Slot, tuple[Tensor, Tensor]] = {}
         self._groups: list[_Group] = []
@@ -61,7 +63,7 @@ class TensorSnapshot:
             found |= {
                 (module, name): x for name, x in module._buffers.items() if x is not None and name not in constant
             }
-        return {slot: local_tensor(tensor) for slot, tensor in found.items()}
+        return found
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -77,14 +79,15 @@ class TensorSnapshot:
         for slot, tensor in current.items():
             kinds.setdefault((tensor.device, tensor.dtype), {})[slot] = tensor
         for kind in kinds.values():
-            tensors = [*kind.values()]
+            tensors = [*map(local_tensor, kind.values())]
             flat = torch.cat([each.reshape(-1) for each in tensors])
             parts = torch.split(flat, [each.numel() for each in tensors])
             copies = [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
             self._groups.append(_Group(tensors, flat, copies))
-            self._pairs |= zip(kind, zip(tensors, copies, strict=True), strict=True)
+            self._pairs |= zip(kind, zip(kind.values(), copies, strict=True), strict=True)
         for slot in current.keys() & old.keys():
-            self._pairs[slot][1].copy_(old[slot][1])
+            if self._pairs[slot][1].shape == old[slot][1].shape:
+                self._pairs[slot][1].copy_(old[slot][1])
 
     def anew(self) -> TensorSnapshot:
         """Return other copies of the same tensors, as they are now."""
@@ -100,6 +103,12 @@ class TensorSnapshot:
     @torch.no_grad()
     def restore(self, skips: Sequence[Tensor] = ()) -> None:
         """Write the copies back. With ``skips``, 0-d on a device, only if one is not 0, else copy the tensors anew."""
+        for slot, one in self._current().items() if not skips else ():
+            old, copy = self._pairs.get(slot, (one, one))
+            is_moved = one.shape == copy.shape and (one.dtype, one.device) != (copy.dtype, copy.device)
+            if one is not old and not is_moved and isinstance(slot[0], torch.nn.Module):
+                # The forward pass has put another one in its place, which may be the batch.
+                slot[0]._buffers[slot[1]] = old
         self._follow()
         for group in self._groups:
             if skips:

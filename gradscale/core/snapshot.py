@@ -16,6 +16,9 @@ HOLDABLE = "hold must be a module of torch, an array that can be written in plac
 class Snapshot(Protocol):
     """Copies of arrays as they were after the last step that was made."""
 
+    takes_flags: bool
+    """Whether ``restore`` leaves it to a device whether it does anything."""
+
     def anew(self) -> Snapshot:
         """Return other copies of the same arrays, as they are now."""
 
@@ -28,6 +31,8 @@ class Snapshot(Protocol):
 
 class ArraySnapshot:
     """Copies of arrays of a library that writes in place, and whose verdicts the host has."""
+
+    takes_flags = False
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         for each in arrays:

@@ -188,10 +188,10 @@ def fault_in(code: int) -> LossFault:
     return LossFault(code >> _RANK_BITS & 3)
 
 
-def has_seen(verdict: Verdict, code: int, fault: LossFault) -> bool:
-    """Tell whether a rank, by its own :func:`reason_code` and loss, has itself seen why the step is skipped."""
+def has_seen(verdict: Verdict, agreed: int, code: int, fault: LossFault) -> bool:
+    """Tell whether a rank, by its own :func:`reason_code` and loss, has itself seen why all skip."""
     if verdict.by_loss:
-        return fault > 0 or fault_in(code) > 0
+        return max(fault, fault_in(code)) >= fault_in(agreed)
     return verdict.local_nonfinite > 0 if verdict.reason is Reason.OVERFLOW else reason_number(code) == verdict.reason
 
 

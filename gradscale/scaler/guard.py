@@ -243,7 +243,7 @@ class Guard:
 
     def load(self, saved: SavedWindows, put: _Put) -> None:
         """Go on with saved windows, those of optimizers that have been met in the same arrays."""
-        self._saved = saved
+        self._saved, self.has_judged = saved, False
         for index, old in enumerate(self._windows):
             new = self._saved_at(index)
             self._windows[index] = put(old, self._arrays_of(new, old.values)) if isinstance(old, SpikeState) else new

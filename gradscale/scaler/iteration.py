@@ -465,7 +465,8 @@ class Iteration:
             # Over a group another rank may have the loss.
             if is_unscaled:
                 self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
-            self._note_values(has_values=has_values)
+            if not turn.refused:
+                self._note_values(has_values=has_values)
         if self.has_dropped_last and self.kept and gradients.groups:
             self.wrong_order(
                 "keeps() has dropped the last micro-batch of DTensor gradients, and whether it was the one that "
@@ -729,7 +730,7 @@ class Iteration:
                 self.wrong_order(what)
             self.scaled = False
             self.mistakes.warn_of_no_gradients(what)
-        elif pending is not None and pending.groups:
+        elif pending is not None and pending.groups and verdict.reason is not Reason.REFUSED:
             try:
                 self._note_values(has_values=not verdict.lacks_values)
             except InvalidValueError:
@@ -800,11 +801,18 @@ class Iteration:
     def _hold(self) -> None:
         """Copy what is held if each step was made, or else put it back; on a device if the host does not know."""
         begun = [turn for turn in self.turns if turn.stage is not Stage.READY]
-        is_made = len(begun) > 0 and all(turn.is_made for turn in begun)
+        if not begun:
+            return
+        is_made = all(turn.is_made for turn in begun)
         late = [turn.pending.skips() for turn in begun if turn.verdict is None and turn.pending is not None]
-        skips = [one for one in late if not isinstance(one, bool)]
+        skips = [one for one in late if not isinstance(one, bool)] if is_made else []
         for snapshot in self.parts.snapshots:
-            if is_made and not skips:
+            if not snapshot.takes_flags:
+                # The host writes what it holds.
+                xp = self.live.home
+                flags = [xp.astype(xp.reshape(one != 0, (1,)), xp.int32) for one in skips]
+                is_made = is_made and not any(self.live.backend.read(flag)[0] for flag in flags)
+            if is_made and not (skips and snapshot.takes_flags):
                 snapshot.save()
             else:
                 snapshot.restore(skips if is_made else ())
@@ -939,6 +947,11 @@ class Iteration:
     def is_over(self) -> bool:
         """Whether a step was made or skipped, and no other one has begun that is still to come."""
         return any(turn.is_over for turn in self.turns) and not any(turn.is_awaited for turn in self.turns)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no message was sent for a step."""
+        return not any(turn.pending is not None and turn.pending.groups for turn in self.turns)
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError in mid-iteration."""

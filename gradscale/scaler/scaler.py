@@ -425,7 +425,7 @@ class GradScaler:
             parts.tally.drop(ended.dropped)
             for step, position in told:
                 parts.tally.note(step, position)
-            stalled, gives_up = parts.tally.take_grown(gives_up=ended.gives_up)
+            stalled, gives_up = parts.tally.take_grown(is_alone=ended.is_alone, gives_up=ended.gives_up)
             try:
                 if report is not None:
                     parts.reports.tell_update(report())
@@ -1051,4 +1051,7 @@ def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
         scaler._iteration = Iteration(scaler._iteration.number, scaler._parts)
         scaler._parts.live.begin_anew()
     scaler._iteration.steps_before = 0
+    if scaler._parts.guard is not None:
+        # Some of its ranks may have had values, and others none.
+        scaler._parts.guard.has_judged = False
     agreement.join(groups)

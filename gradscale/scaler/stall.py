@@ -123,6 +123,8 @@ class Tally:
         if _DROPPED in counts:
             self.counts[_DROPPED] = counts[_DROPPED]
         self._streaks = {position: streak for position, streak in enumerate(streaks) if streak.length}
+        # The positions of those that new optimizers take over: not those of optimizers that are gone.
+        self._loaded = {*self._streaks}
         # The positions of those that have grown since they were last looked at.
         self._grown: set[int] = set()
 
@@ -132,8 +134,12 @@ class Tally:
             self.counts = {**self.counts, _DROPPED: self.counts.get(_DROPPED, 0) + number}
 
     def position_of(self, optimizer: object) -> int:
-        """Return the position of an optimizer's streak."""
-        return self._positions.of(optimizer)
+        """Return the position of an optimizer's streak, which it takes now if it has none."""
+        is_new = self._positions.get(optimizer) is None
+        position = self._positions.of(optimizer)
+        if is_new and position not in self._loaded:
+            self._streaks.pop(position, None)
+        return position
 
     def streak_of(self, optimizer: object) -> SkipStreak:
         """Return the skipped steps of an optimizer in a row."""
@@ -155,6 +161,8 @@ class Tally:
         self.counts = {**self.counts, name: self.counts[name] + 1}
         if not step.skipped and step.by is not None:
             self.counts[_SEEN] += 1
+        if position is not None:
+            self._loaded.discard(position)
         if position is not None and not step.skipped:
             self._streaks.pop(position, None)
             self._grown.discard(position)
@@ -164,15 +172,17 @@ class Tally:
 
     def is_last_chance(self, optimizer: object) -> bool:
         """Tell whether one more skipped step of an optimizer is as many in a row as the user allows."""
-        return self.streak_of(optimizer).length + 1 >= (self._give_up_after or math.inf)
+        return self._at(self.position_of(optimizer)).length + 1 >= (self._give_up_after or math.inf)
 
-    def take_grown(self, *, gives_up: bool) -> tuple[int | None, bool]:
-        """Return the position of a streak that has grown and is too long, and whether the run ends, as it must if told.
+    def take_grown(self, *, is_alone: bool, gives_up: bool) -> tuple[int | None, bool]:
+        """Return the position of a streak that has grown and is too long, and whether the run ends.
 
-        It is long enough to warn of after some steps, and again after ten times as many.
+        A process that decides alone ends it by its own count, and ranks if they have agreed so: ``gives_up``. One is
+        long enough to warn of after some steps, and again after ten times as many.
         """
         grown, self._grown = sorted(self._grown, key=lambda one: (self._at(one).length, one)), set()
-        if grown and (gives_up or self._at(grown[-1]).length >= (self._give_up_after or math.inf)):
+        is_last = is_alone and len(grown) > 0 and self._at(grown[-1]).length >= (self._give_up_after or math.inf)
+        if grown and (gives_up or is_last):
             return grown[-1], True
         for position in reversed(grown):
             streak = self._at(position)
@@ -187,4 +197,9 @@ class Tally:
 
     def __getstate__(self) -> dict[str, object]:
         """Return the counts and streaks for a pickle or a copy, whose optimizers are others."""
-        return self.__dict__ | {"_streaks": {**self._streaks}, "_grown": set(), "_positions": Positions()}
+        return self.__dict__ | {
+            "_streaks": {**self._streaks},
+            "_loaded": {*self._streaks},
+            "_grown": set(),
+            "_positions": Positions(),
+        }

@@ -177,7 +177,7 @@ class Pending:
         if self._reads_norm:
             self._norm = claims.norm_of(sent)
         code = self._code if isinstance(self._code, int) else claims.code_in(sent)
-        saw = claims.has_seen(found, code, claims.fault_of(self.loss))
+        saw = claims.has_seen(found, claims.code_in(agreed), code, claims.fault_of(self.loss))
         return found._replace(norm=self._reported_norm(), loss=self.loss, saw=saw)
 
     def _read_alone(self) -> Verdict:

@@ -448,7 +448,7 @@ class BadBatches:
             raise InvalidTypeError(msg)
         is_data = report.reason == "spike" or (report.reason == "overflow" and (report.by_loss or report.scale == 1.0))
         if is_data and report.rank is not None:
-            kept = {name: getattr(report, name) for name in ("iteration", "rank", "batch", "reason", "by_loss")}
+            kept = {name: getattr(report, name) for name in ("iteration", "rank", "by", "batch", "reason", "by_loss")}
             self._log.write(kept)
 
 
@@ -484,13 +484,15 @@ def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[in
     [20411]
     """
     times = validation.integer("times", times, 1, validation.LARGEST_INT32)
-    run, met = 0, collections.defaultdict[tuple[int, int], dict[int, LogRow]](dict)
+    run, met = 0, collections.defaultdict[tuple[Any, ...], dict[int, dict[int | str, None]]](dict)
     for row in read_log(path):
         run += row["iteration"] == 0
-        met[run, row["iteration"]][row["rank"]] = row
+        batch = row.get("batch")
+        # A run that goes back to a checkpoint has an iteration again, and perhaps for another rank.
+        seen = met[run, row["iteration"], row.get("by")].setdefault(row["rank"], {})
+        seen |= dict.fromkeys(one for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
     counts = collections.Counter[tuple[int, int | str]]()
     for rows in met.values():
-        for rank, row in rows.items() if len(rows) == 1 else ():
-            batch = row.get("batch")
-            counts.update((rank, one) for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
+        for rank, batches in rows.items() if len(rows) == 1 else ():
+            counts.update((rank, one) for one in batches)
     return list(dict.fromkeys(batch for (_, batch), count in counts.items() if count >= times))

@@ -178,16 +178,17 @@ def test_a_step_by_a_closure_is_held():
     assert equal(model.state_dict(), before)
 
 
-def test_an_iteration_that_nothing_stepped_is_put_back():
+def test_an_iteration_that_is_refused_is_put_back():
     model, optimizer, guard, _ = held()
     before = copy.deepcopy(model.state_dict())
     model(batches(1)[0]).square().mean().backward()
     guard.refuse(optimizer)
     guard.step(optimizer)
     assert equal(model.state_dict(), before)
+    # One in which nothing was to be stepped is left alone.
     guard.scale(model(batches(1)[0]))
     guard.update(1.0)
-    assert equal(model.state_dict(), before)
+    assert not equal(model.state_dict(), before)
 
 
 def test_tensors_are_held_and_a_buffer_that_two_modules_share_is_one():
@@ -208,18 +209,49 @@ def test_tensors_are_held_and_a_buffer_that_two_modules_share_is_one():
     [
         ("model", "got 'model'"),
         ([nn.Linear(1, 1), 3.0], "got 3.0"),
-        (nn.BatchNorm1d(3, device="meta"), "has no values to write yet"),
-        (nn.LazyBatchNorm1d(), "has no values to write yet"),
-        (torch.ones(3).to_sparse(), "is not dense"),
+        (nn.BatchNorm1d(3, device="meta"), "has no values to write"),
+        (nn.LazyBatchNorm1d(), "has no values to write"),
+        (torch.ones(3).to_sparse(), "has no values to write, or shares them"),
+        (torch.ones(3).expand(2, 3), "has no values to write, or shares them"),
     ],
-    ids=["a string", "a number in a list", "meta", "lazy", "sparse"],
+    ids=["a string", "a number in a list", "meta", "lazy", "sparse", "expanded"],
 )
 def test_what_cannot_be_held_is_an_error(hold: object, said: str):
     with pytest.raises(InvalidTypeError, match=r"hold must be a module of torch, an array that.*" + said):
         StepGuard(hold=hold)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_module_cannot_be_held():
+    with pytest.raises(InvalidTypeError, match=r"hold must be a module of torch.*got RecursiveScriptModule"):
+        StepGuard(hold=torch.jit.script(nn.BatchNorm1d(3)))
+
+
 def test_a_model_without_buffers_is_no_error():
     model = nn.Linear(2, 1)
     guard, optimizer = StepGuard(hold=model), torch.optim.SGD(model.parameters())
     assert not stepped(guard, optimizer, model, torch.ones(1, 2))
+
+
+class Seen(nn.Module):
+    """A module whose forward pass puts other tensors in the place of its buffers: the batch, and one that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(1))
+        self.register_buffer("all", torch.zeros(0))
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Any) -> Any:
+        self.last, self.all = x, torch.cat([self.all, x])
+        return self.weight * x
+
+
+def test_buffers_that_the_forward_pass_replaces_are_put_back_and_the_batch_is_not_written_to():
+    model = Seen()
+    optimizer, guard = torch.optim.SGD(model.parameters()), StepGuard(hold=model)
+    data = [torch.full((1,), value) for value in (1.0, math.inf, 2.0, math.nan)]
+    for x, last, number in zip(data, (1.0, 1.0, 2.0, 2.0), (1, 1, 2, 2), strict=True):
+        assert stepped(guard, optimizer, model, x) == (not x.isfinite())
+        assert (model.last.item(), len(model.all), model.all[-1].item()) == (last, number, last)
+    assert [str(x.item()) for x in data] == ["1.0", "inf", "2.0", "nan"]

@@ -233,21 +233,51 @@ def test_jobs_that_each_end_too_soon_give_up_together(kind: str):
     assert "streaks" not in other.state_dict()
 
 
-def test_a_rank_that_has_joined_later_gives_up_in_the_same_call():
-    def train(group) -> int:
-        scaler, optimizer = gradscale.ShardedGradScaler(group=group, give_up_after=4), Tree()
-        if group.rank == 1:
-            scaler.load_state_dict(scaler.state_dict() | {"streaks": '[{"overflow": 2}]', "iteration": 1})
-        for number in range(4):
-            optimizer.grads = scaler.scale([np.float32([math.nan])])
-            scaler.step(optimizer)
-            try:
-                scaler.update()
-            except gradscale.TrainingStalledError:
-                return number
-        return -1
+def given_up(group, streaks: str | None = None) -> int:
+    """Train on bad gradients until all ranks give up; in which step."""
+    scaler, optimizer = gradscale.ShardedGradScaler(group=group, give_up_after=4), Tree()
+    if streaks is not None:
+        scaler.load_state_dict(scaler.state_dict() | {"streaks": streaks, "iteration": 1})
+    for number in range(5):
+        optimizer.grads = scaler.scale([np.float32([math.nan])])
+        scaler.step(optimizer)
+        try:
+            scaler.update()
+        except gradscale.TrainingStalledError:
+            return number
+    return -1
 
-    assert gradscale.testing.run_ranks(3, train) == [1] * 3
+
+@pytest.mark.parametrize("odd", range(3))
+def test_a_rank_that_has_joined_later_gives_up_in_the_same_call(odd: int):
+    def rank(group) -> int:
+        return given_up(group, '[{"overflow": 2}]' if group.rank == odd else None)
+
+    assert gradscale.testing.run_ranks(3, rank) == [1] * 3
+    # Of a first step, too.
+    saved = ['[{"spike": 1}]', '[{"spike": 3}]']
+    assert gradscale.testing.run_ranks(2, lambda group: given_up(group, saved[group.rank])) == [0] * 2
+
+
+def test_a_new_optimizer_does_not_go_on_with_the_streak_of_one_that_is_gone():
+    def rank(group) -> list[str]:
+        guard, first = StepGuard(group=group, give_up_after=3), Tree()
+        for _ in range(2):
+            first.grads = [np.float32([math.nan])]
+            guard.step(first)
+        if group.rank == 0:
+            # On this rank it lives until it is collected.
+            first.itself = first
+        del first
+        second = Tree()
+        for _ in range(2):
+            second.grads = [np.float32([math.nan])]
+            guard.step(second)
+        with pytest.raises(gradscale.TrainingStalledError, match="the last 3 steps of Tree"):
+            guard.step(second)
+        return [step.reason for step in guard.history]
+
+    assert gradscale.testing.run_ranks(2, rank) == [["overflow"] * 5] * 2
 
 
 BAD_STREAKS = [

@@ -227,3 +227,38 @@ def test_what_is_no_bad_data_is_not_written_or_not_read(tmp_path: Path):
         BadBatches(path)(UpdateReport(1, 1.0, False, 0, ()))  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="times must be"):
         read_bad_batches(path, times=0)
+
+
+def test_two_optimizers_and_a_run_that_goes_back_hide_no_batch(tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    one, two = Tree([np.float32([1.0])]), Tree([np.float32([1.0])])
+    # Of one iteration the second step names none, and a name twice is met once.
+    scaler = gradscale.GradScaler(init_scale=1.0, on_skip=BadBatches(path))
+    scaler.scale(np.float32(1.0))
+    scaler.step(one, loss=math.nan, batch=[7, 7, 8])
+    scaler.step(two, loss=math.nan)
+    scaler.update()
+    assert (read_bad_batches(path), read_bad_batches(path, times=2)) == ([7, 8], [])
+
+    def rank(group) -> None:
+        guard, optimizer = StepGuard(group=group, on_skip=BadBatches(path)), Tree([np.float32([1.0])])
+        saved = guard.state_dict()
+        for odd in (0, 1):
+            guard.load_state_dict(saved)
+            guard.step(optimizer, loss=math.nan if group.rank == odd else 1.0, batch=f"{group.rank} {odd}")
+
+    run_ranks(2, rank)
+    assert read_bad_batches(path) == [7, 8, "0 0", "1 1"]
+
+
+def test_a_rank_that_only_looks_at_a_spike_has_not_seen_the_bad_loss_of_another(tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    rule = gradscale.SkipSpikes(of="loss", above=10.0, act=False)
+
+    def rank(group) -> int | None:
+        guard, optimizer = StepGuard(group=group, skip=rule, on_skip=BadBatches(path)), Tree([np.float32([np.nan])])
+        guard.step(optimizer, loss=(20.0, math.nan)[group.rank], batch=group.rank)
+        return guard.last_step(optimizer).rank
+
+    assert run_ranks(2, rank) == [None, 1]
+    assert read_bad_batches(path) == [1]

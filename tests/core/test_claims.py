@@ -172,7 +172,9 @@ def test_a_difference_of_many_ranks_and_values_is_cut_and_begins_with_what_other
     }
     text = claims.difference(each)
     assert len(textwrap.wrap(text, 120)) <= 17
-    assert text.endswith("; and also iteration, message, optimizer, scaler, group, settings, steps, max_norm, checksum, kind")
+    assert text.endswith(
+        "; and also iteration, message, optimizer, scaler, group, settings, steps, max_norm, checksum, kind"
+    )
     # Of ranks at other calls it is told where they are, and nothing that follows from it.
     text = claims.difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Call.DIAGNOSIS, kind="Tree")})
     assert [part.partition(":")[0] for part in text.split("; ")] == ["the call itself", "call of the iteration"]

@@ -335,13 +335,14 @@ class Model:
         turn, ranks = self.turns[k], range(self.size)
         # As it travels: infinite if it is not finite, 0 below the normal numbers.
         small = 0.0 if norm is None or norm < 2.0**-126 else norm
+        self.streak(k)
         turn.stage, turn.norm = "unscaled", None if norm is None else small if norm < math.inf else math.inf
         spikes: list[int] = []
         by_loss: list[bool] = [False] * self.size
         if self.settings["skip"] is not None:
             self.has_nothing(k, norm is not None)
             turn.lacks_values = self.lacks_values(k, norm is not None)
-            self.has_judged |= not turn.lacks_values and (turn.by_closure or not self.has_group)
+            self.has_judged |= not (turn.lacks_values or turn.refused) and (turn.by_closure or not self.has_group)
             losses = [] if k in self.judged else self.losses
             turn.losses = means = [*map(mean, zip(*losses, strict=True))] or [None] * self.size
             if not turn.has_begun:
@@ -367,7 +368,7 @@ class Model:
                 ]
                 turn.reason, turn.by = reason, max(seen, key=lambda rank: (faults[rank], -rank))
                 turn.by_loss = faults[turn.by] > 0
-                turn.saw = faults[self.rank] > 0 if turn.by_loss else self.rank in seen
+                turn.saw = faults[self.rank] >= faults[turn.by] if turn.by_loss else self.rank in seen
                 return
         turn.reason, turn.by, turn.by_loss = "stepped" if has_gradients else "no gradients", None, False
 
@@ -564,6 +565,7 @@ class Model:
         self.is_unused = self.is_unused or self.is_begun
         self.is_new, self.is_fresh = False, True
         self.restart(saved.get("streaks", "[]"))
+        self.has_judged = False
         for memory, one in zip(self.memories, spikes, strict=True):
             memory.load(one) if memory.rule is not None else None
         self.begin()
@@ -1025,8 +1027,9 @@ class _Life:
         """Assert that a step is as the model says."""
         optimizer, is_called = self.optimizers[k], self.model.turns[k].reason == "stepped"
         optimizer.answer, before, failure = answer, optimizer.steps, self.failure
+        told = not self.model.turns[k].lacks_values and self.model.turns[k].reason != "refused"
+        self.model.has_judged |= told and self.group is not None
         report = self.model.stepped(k, answer is not None, retries)
-        self.model.has_judged |= not self.model.turns[k].lacks_values
         self.counts[report.reason] += 1
         ends = self.is_guard and self.model.is_over
         fails = report.skipped and failure is not None
