@@ -1091,6 +1091,10 @@ class _Life:
             if not turn.is_left_out:
                 self.raises(lambda: self.scaler.step(optimizer, lambda: None), said, ORDER)
             return
+        rule = self.settings["skip"]
+        if self.is_guard and rule is not None and rule.of == ("norm",) and self.settings["max_norm"] is None:
+            # An evaluation without a norm may be an error, which a step without a closure shows.
+            return
         plan = Closure(self)
         again = self.draw_losses()
         optimizer.evaluations, answer = plan.evaluations, self.draw_answer()
