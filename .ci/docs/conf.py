@@ -99,7 +99,11 @@ if UNREACHED:
     print("not reached, so that nothing links there:", *sorted(UNREACHED), file=sys.stderr)
 PACKAGES = (UNREACHED - {"python"}) | (sys.stdlib_module_names if "python" in UNREACHED else set())
 # An adapter's default for ``collect``, which no page shows.
-nitpick_ignore = [("py:class", "gradscale.core.gradients.Gradients")]
+nitpick_ignore = [
+    ("py:class", "gradscale.core.gradients.Gradients"),
+    ("py:class", "gradscale.core.snapshot.ArraySnapshot"),
+    ("py:class", "gradscale_torch.snapshot.TensorSnapshot"),
+]
 nitpick_ignore_regex = [(r"py:.*", rf"({'|'.join(sorted(PACKAGES))})(\..*)?")] if PACKAGES else []
 
 # CuPy and nccl4py cannot be imported without CUDA, and Keras has one backend in a process: stand-ins do for the names.

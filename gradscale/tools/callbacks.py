@@ -423,7 +423,7 @@ class BadBatches:
     Parameters
     ----------
     path : str or os.PathLike
-        One for all ranks and runs; rows are appended whole. Errors are those of :class:`JSONLines`.
+        One for all ranks and runs; rows are appended whole. Errors are those of :class:`gradscale.callbacks.JSONLines`.
 
     Examples
     --------
@@ -453,7 +453,7 @@ class BadBatches:
 
 
 def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[int | str]:
-    """Return the batches in a file of :class:`BadBatches` that are to be left out, in the order in which they were met.
+    """Return the batches in a file of ``BadBatches`` that are to be left out, in the order in which they were met.
 
     As Megatron-LM has it, those of an iteration in which several ranks were bad at once are none of them, since the
     data is not the cause then.
@@ -461,7 +461,7 @@ def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[in
     Parameters
     ----------
     path : str or os.PathLike
-        The file; errors are those of :func:`read_log`.
+        The file; errors are those of ``read_log``.
     times : int, default 1
         2 for only those that the same rank has met twice, in other iterations or runs.
 
