@@ -704,6 +704,9 @@ class Iteration:
 
     def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
+        if turn.stage is Stage.READY and self._has_no_array(turn, optimizer):
+            self._tell_of_no_gradients(turn, optimizer, 1.0)
+            return Verdict(Reason.NO_GRADIENTS, None, 0, 0, at_min_scale=False, scale=1.0)
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
         if turn.refused:
@@ -718,18 +721,7 @@ class Iteration:
             is_scaled = pending.found.is_scaled and verdict.reason > 0
             pending.found, turn.pending = pending.found._replace(is_scaled=is_scaled, deferred=None), pending
         if verdict.reason is Reason.NO_GRADIENTS:
-            # The optimizer can begin its turn again.
-            turn.stage, turn.pending = Stage.READY, None
-            self.reports.record(optimizer, StepReport(True, verdict.scale, 0, "no gradients", self.number))
-            ranks = "" if self.agreement.is_alone else " on any rank"
-            what = (
-                f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks}: "
-                f"{NO_GRADIENTS}. Nothing was stepped"
-            )
-            if not self.parts.is_guard:
-                self.wrong_order(what)
-            self.scaled = False
-            self.mistakes.warn_of_no_gradients(what)
+            self._tell_of_no_gradients(turn, optimizer, verdict.scale)
         elif pending is not None and pending.groups and verdict.reason is not Reason.REFUSED:
             try:
                 self._note_values(has_values=not verdict.lacks_values)
@@ -737,6 +729,28 @@ class Iteration:
                 turn.stage, turn.pending, self.losses = Stage.READY, None, Losses()
                 raise
         return verdict
+
+    def _has_no_array(self, turn: Turn, optimizer: Optimizer) -> bool:
+        """Tell whether a guard's first step has no gradient, beside which a state could be made, and asks no rank."""
+        if not self.parts.is_guard or turn.refused or self.state is not None or self.live.state is not None:
+            return False
+        groups = self.groups_for(optimizer)
+        return not groups and self.live.hooks.collect(optimizer, self._listed, UNSCALING).like is None
+
+    def _tell_of_no_gradients(self, turn: Turn, optimizer: Optimizer, scale: float) -> None:
+        """Report a step without gradients: of a guard it does nothing, and else it is CallOrderError."""
+        # The optimizer can begin its turn again.
+        turn.stage, turn.pending = Stage.READY, None
+        self.reports.record(optimizer, StepReport(True, scale, 0, "no gradients", self.number))
+        ranks = "" if self.agreement.is_alone else " on any rank"
+        what = (
+            f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks}: "
+            f"{NO_GRADIENTS}. Nothing was stepped"
+        )
+        if not self.parts.is_guard:
+            self.wrong_order(what)
+        self.scaled = False
+        self.mistakes.warn_of_no_gradients(what)
 
     def forbid_untold_refusal(self, turn: Turn, optimizer: Optimizer) -> None:
         """Raise CallOrderError for a refusal that no message tells the other ranks."""

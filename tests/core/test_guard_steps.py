@@ -352,9 +352,11 @@ def test_a_run_that_stalls_ends_in_the_step_on_all_ranks():
     assert run_ranks(2, train) == [3, 3]
 
 
-def test_a_guard_steps_nothing_without_gradients_and_says_so_once():
+@pytest.mark.parametrize("has_array", [True, False], ids=["after a loss", "first of all"])
+def test_a_guard_steps_nothing_without_gradients_and_says_so_once(has_array: bool):
     guard, optimizer = StepGuard(), Tree([])
-    guard.scale(np.float32(1.0))
+    if has_array:
+        guard.scale(np.float32(1.0))
     with pytest.warns(UserWarning, match="none of whose parameters has a gradient.*Said once"):
         assert guard.step(optimizer) is None
     guard.update()
