@@ -35,13 +35,16 @@ class TensorSnapshot:
     def __init__(self, wanted: Sequence[object]) -> None:
         self._wanted, modules = wanted, list[torch.nn.Module]()
         for each in wanted:
-            if isinstance(each, torch.nn.Module) and not isinstance(each, torch.jit.ScriptModule):
+            if isinstance(each, torch.nn.Module):
                 modules += [module for module in each.modules() if module._buffers]
             elif not isinstance(each, Tensor):
                 msg = f"{HOLDABLE}, got {shown(each)}"
                 raise InvalidTypeError(msg)
         self._tensors = [each for each in wanted if isinstance(each, Tensor)]
         self._modules = list(dict.fromkeys(modules))
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
+            msg = f"{HOLDABLE}, got {shown(wanted)} with a ScriptModule, which says nothing of what it loads"
+            raise InvalidTypeError(msg)
         for tensor in self._current().values():
             is_there = tensor.layout == torch.strided and not (tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
             if not is_there or tensor.is_inference() or (0 in tensor.stride() and not tensor.is_contiguous()):
@@ -103,6 +106,11 @@ class TensorSnapshot:
     @torch.no_grad()
     def restore(self, skips: Sequence[Tensor] = ()) -> None:
         """Write the copies back. With ``skips``, 0-d on a device, only if one is not 0, else copy the tensors anew."""
+        current = self._current()
+        for slot in current.keys() ^ self._pairs.keys() if not skips else ():
+            if isinstance(slot[0], torch.nn.Module):
+                # It was None, or is now.
+                slot[0]._buffers[slot[1]] = self._pairs.get(slot, (None, None))[0]
         for slot, one in self._current().items() if not skips else ():
             old, copy = self._pairs.get(slot, (one, one))
             is_moved = one.shape == copy.shape and (one.dtype, one.device) != (copy.dtype, copy.device)

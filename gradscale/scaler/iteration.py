@@ -12,9 +12,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from array_api_compat import is_array_api_obj
+from array_api_compat import array_namespace, is_array_api_obj
 
-from gradscale.core.arithmetic import is_floating
+from gradscale.core.arithmetic import is_floating, on
 from gradscale.core.gradients import Collected, Found, GivenNorm, Listed, Request, named_gradients, no_optimizer
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.snapshot import Snapshot
@@ -44,6 +44,7 @@ _INCOMPLETE = (
     "update(get_scale()), or load a state dict, and make new gradients"
 )
 
+_PRIME = 2147483629
 _at_min_scale = operator.attrgetter("at_min_scale")
 
 UNSCALING = Request()
@@ -127,6 +128,21 @@ class Turn:
         return self.stage is Stage.UNSCALED and (self.pending is None or not self.pending.is_begun)
 
 
+class MicroBatches(NamedTuple):
+    """The micro-batches of a step that a guard was asked about."""
+
+    kept: int = 0
+    dropped: int = 0
+    ends_dropped: bool = False
+    """Whether the last one was dropped."""
+    stepped: frozenset[int] = frozenset()
+    """The ``id()`` of optimizers that were stepped by them in an iteration before."""
+
+    def of(self, optimizer: object) -> MicroBatches:
+        """Return those of an optimizer: none if it was stepped by them."""
+        return MicroBatches() if id(optimizer) in self.stepped else self
+
+
 class Iteration:
     """The calls between two updates. No part, turn or verdict keeps it alive.
 
@@ -135,9 +151,7 @@ class Iteration:
     groups or loaded a state.
     """
 
-    # How many micro-batches were kept, and dropped, and whether the last one was.
-    kept = dropped = 0
-    has_dropped_last = False
+    micro = MicroBatches()
     _marks: Sequence[Snapshot] = ()
     # Whether some rank has skipped as many steps in a row as it allows.
     scaled = is_inside_closure = gives_up = False
@@ -235,7 +249,9 @@ class Iteration:
 
     def go_on_from(self, ended: Iteration) -> None:
         """Go on with the loss of the iteration before, for other optimizers, and with refusals of steps to come."""
-        self.losses = ended.losses.of_others(i for i, turn in ended._by_id.items() if turn.stage is Stage.STEPPED)
+        stepped = frozenset(i for i, turn in ended._by_id.items() if turn.stage is Stage.STEPPED)
+        self.losses = ended.losses.of_others(stepped)
+        self.micro = ended.micro._replace(stepped=ended.micro.stepped | stepped)
         for turn in ended.turns:
             optimizer = turn.owner() if turn.owner is not None and turn.stage is Stage.READY else None
             if optimizer is not None:
@@ -328,8 +344,6 @@ class Iteration:
             )
         if turn.stage is Stage.READY and self.reports.under_way:
             self.check_late_verdicts()
-        if turn.stage is Stage.READY and self.dropped and not self.kept:
-            turn.refused = turn.refused or Reason.REFUSED
         return turn
 
     def take_inputs(self, turn: Turn, inputs: StepInputs, *, has_closure: bool) -> None:
@@ -388,7 +402,8 @@ class Iteration:
             with agreement.failing():
                 ballot = agreement.send(groups, sent, self.number, claim)
                 is_kept = not ballot.verdict(*ballot.read(live.backend), live.policy).reason
-        self.kept, self.dropped, self.has_dropped_last = self.kept + is_kept, self.dropped + (not is_kept), not is_kept
+        kept, dropped, *_ = MicroBatches() if self.micro.stepped else self.micro
+        self.micro = MicroBatches(kept + is_kept, dropped + (not is_kept), not is_kept)
         if is_kept:
             self.look([loss])
             self._marks = [snapshot.anew() for snapshot in self.parts.snapshots]
@@ -396,14 +411,31 @@ class Iteration:
             snapshot.restore()
         return is_kept
 
+    def _sum_of_bits(self, x: Array) -> Array | None:
+        """Return a sum of the bits of an array, 1-d int32, which rows and columns enter by their places."""
+        bits, xp = self.live.backend_for(x).bits(x), array_namespace(x)
+        if bits is None or math.prod(x.shape) == 0:
+            return None
+        table = xp.reshape(bits, (x.shape[0] if x.ndim else 1, -1))
+        total = 0
+        for axis in (0, 1):
+            sums = xp.sum(table, axis=axis)
+            places = xp.arange(1, 2 * sums.shape[0], 2, dtype=sums.dtype, **on(self.live.backend_for(x).placement(x)))
+            # Numbers of NumPy warn if they wrap.
+            total = (xp.sum(sums * places) % _PRIME + 3 * total) % _PRIME
+        return xp.reshape(xp.astype(total, xp.int32), (1,))
+
     def _checksum(self, optimizer: Optimizer) -> str:
         """Return a checksum of gradients that all ranks hold, unless what averages them was left out."""
         located = [one.array for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
         arrays = [one for one in map(self.live.hooks.values_of, located) if one is not None and is_floating(one)]
-        summaries = self.live.backend_for(arrays[0]).read_summaries(arrays)[0] if arrays else []
+        sums = [self._sum_of_bits(one) for one in arrays]
+        known = [self.live.backend_for(one).read(one) for one in sums if one is not None]
+        others = [array for array, one in zip(arrays, sums, strict=True) if one is None]
+        summaries = self.live.backend_for(others[0]).read_summaries(others)[0] if others else []
         return (
-            f"{zlib.crc32(repr(summaries).encode()):08x} of the gradients, which differ: a micro-batch was dropped, "
-            f"and perhaps the one that averages them, as the last does under no_sync(); make a backward pass in its "
+            f"{zlib.crc32(repr((known, summaries)).encode()):08x} of the gradients, which differ: a micro-batch was "
+            f"dropped, and perhaps the one that averages them, as the last does under no_sync(); make a backward pass in its "
             f'place, of zeros. Of parts of gradients say max_norm= with norm_over="group"'
         )
 
@@ -440,8 +472,10 @@ class Iteration:
                 "a closure of this optimizer has failed, so that its gradients cannot be used: call step() with a "
                 "closure again, or end the iteration with update(get_scale()) and make new gradients"
             )
-        live, agreement = self.live, self.agreement
+        live, agreement, micro = self.live, self.agreement, self.micro.of(optimizer)
         groups = () if agreement.is_alone else agreement.usable_groups()
+        if turn.stage is Stage.READY and micro.dropped and not micro.kept:
+            turn.refused = turn.refused or Reason.REFUSED
         try:
             if request is None:
                 request = UNSCALING if divides else _JUDGING
@@ -450,10 +484,17 @@ class Iteration:
                     request = self.request(optimizer, self.parts.clipping)._replace(divides=divides, is_read=is_read)
             norm = None if turn.inputs is None else turn.inputs.norm
             gradients = self._collected(optimizer, request, norm)
+            is_averaged = len(groups) > 0 and not gradients.groups and self.parts.clipping.norm_over != "group"
+            checksum = self._checksum(optimizer) if micro.dropped and is_averaged else ""
         except Exception:
             self._tell_of_failure(optimizer)
             raise
         groups = groups or gradients.groups
+        if micro.ends_dropped and micro.kept and gradients.groups:
+            self.wrong_order(
+                "keeps() has dropped the last micro-batch of DTensor gradients, and whether it was the one that "
+                "reduces them cannot be seen: guard such a loop without keeps()"
+            )
         not_scaled = None if self.scaled else self._never_scaled(turn, optimizer, groups)
         if not_scaled is Presence.SOME and not groups:
             self._forbid_unscaled(turn)
@@ -467,13 +508,6 @@ class Iteration:
                 self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
             if not turn.refused:
                 self._note_values(has_values=has_values)
-        if self.has_dropped_last and self.kept and gradients.groups:
-            self.wrong_order(
-                "keeps() has dropped the last micro-batch of DTensor gradients, and whether it was the one that "
-                "reduces them cannot be seen: call update(1.0) and make them anew, or guard such a loop without keeps()"
-            )
-        is_averaged = len(groups) > 0 and not gradients.groups and self.parts.clipping.norm_over != "group"
-        checksum = self._checksum(optimizer) if self.dropped and is_averaged else ""
         before = turn.stage, turn.pending
         turn.stage, turn.pending, turn.is_overtaken = Stage.UNSCALED, None, False
         try:
@@ -495,7 +529,7 @@ class Iteration:
             if turn.refused:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
-            if claim is not None and self.dropped:
+            if claim is not None and checksum:
                 claim = claim._replace(checksum=checksum)
             scaled, is_last = (not_scaled, is_unscaled), self.tally.is_last_chance(optimizer) and len(groups) > 0
             turn.pending = Pending(
@@ -750,6 +784,10 @@ class Iteration:
         if not self.parts.is_guard:
             self.wrong_order(what)
         self.scaled = False
+        if self.micro.kept or self.micro.dropped:
+            # They are of no step to come.
+            self.tally.drop(0 if self.micro.stepped else self.micro.dropped)
+            self.micro, self._marks, self.losses = MicroBatches(), (), Losses()
         self.mistakes.warn_of_no_gradients(what)
 
     def forbid_untold_refusal(self, turn: Turn, optimizer: Optimizer) -> None:

@@ -34,7 +34,7 @@ from gradscale.scaler.clipping import Clipping, checked_clipping
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
-from gradscale.scaler.iteration import UNSCALING, Iteration, Parts, Stage
+from gradscale.scaler.iteration import UNSCALING, Iteration, MicroBatches, Parts, Stage
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
@@ -334,7 +334,7 @@ class GradScaler:
         if not self._enabled:
             report = StepReport(False, 1.0, 0, "disabled", self._iteration.number, batch=inputs and inputs.batch)
             self._parts.reports.record(optimizer, report)
-            self._iteration.kept = 0
+            self._iteration.micro = MicroBatches()
             if self._parts.clipping.max_norm is not None:
                 if callable(kwargs.get("closure", next(iter(args), None))):
                     msg = "a disabled scaler clips before the step, got a closure: clip in the closure itself"
@@ -422,7 +422,7 @@ class GradScaler:
             if parts.is_guard and ended.is_over:
                 following.go_on_from(ended)
             self._iteration = following
-            parts.tally.drop(ended.dropped)
+            parts.tally.drop(0 if ended.micro.stepped else ended.micro.dropped)
             for step, position in told:
                 parts.tally.note(step, position)
             stalled, gives_up = parts.tally.take_grown(is_alone=ended.is_alone, gives_up=ended.gives_up)
@@ -942,7 +942,8 @@ class StepGuard(ShardedGradScaler):
 
         Over a group one message and one host read, for which every rank calls it as often, in one order. A loss that is
         kept is one of those whose mean the next step is judged by. If each of a step's is dropped, the step counts as
-        refused. What ``hold`` names is put back for a dropped one. ``counts()["dropped"]`` has their number.
+        refused. What ``hold`` names is put back for a dropped one. ``counts()`` has their number as
+        "dropped", once there is one.
 
         Parameters
         ----------
@@ -972,7 +973,7 @@ class StepGuard(ShardedGradScaler):
         """
         given = checked_loss(loss, _A_MICRO_LOSS)
         if not self._enabled:
-            self._iteration.kept += 1
+            self._iteration.micro = MicroBatches(self.kept + 1)
             return True
         self._end_if_over()
         with call_of(self, "keeps()"):
@@ -981,7 +982,8 @@ class StepGuard(ShardedGradScaler):
     @property
     def kept(self) -> int:
         """How many micro-batches were kept since the last step: what to divide the gradients by."""
-        return self._iteration.kept
+        micro = self._iteration.micro
+        return 0 if micro.stepped else micro.kept
 
     def update(self, new_scale: float | Array | None = None) -> None:
         """End an iteration that no ``step`` has ended; right after one it does nothing, so that a loop may call it.

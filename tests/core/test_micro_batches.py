@@ -73,6 +73,57 @@ def test_it_is_dropped_on_all_ranks(size: int, odd: int):
         assert (counts["dropped"], counts["taken"], steps) == (3, 2, 2)
 
 
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_no_optimizer_is_stepped_by_micro_batches_that_were_all_dropped(call: str):
+    guard, optimizers = StepGuard(), [Tree([np.float32([1.0])]) for _ in range(2)]
+    for optimizer in optimizers:
+        guard.step(optimizer)
+    assert not guard.keeps(math.nan)
+    for optimizer in optimizers if call == "unscale_" else ():
+        guard.unscale_(optimizer)
+    for optimizer in optimizers:
+        guard.step(optimizer)
+        assert (guard.last_step(optimizer).reason, optimizer.steps, guard.kept) == ("refused", 1, 0)
+    assert guard.counts()["dropped"] == 1
+    # Those of the next step are others.
+    assert (guard.keeps(1.0), guard.kept) == (True, 1)
+    for optimizer in optimizers:
+        guard.step(optimizer)
+        assert guard.last_step(optimizer).reason == "stepped"
+
+
+def test_micro_batches_of_a_step_without_gradients_are_none_of_the_next():
+    guard, optimizer = StepGuard(), Tree([])
+    assert [guard.keeps(loss) for loss in (math.nan, 0.5)] == [False, True]
+    with pytest.warns(UserWarning, match="none of whose parameters has a gradient"):
+        guard.step(optimizer)
+    assert (guard.kept, guard.counts()["dropped"]) == (0, 1)
+    assert not guard.keeps(math.nan)
+    optimizer.grads = [np.float32([0.0])]
+    guard.step(optimizer)
+    assert (guard.last_step(optimizer).reason, guard.counts()["dropped"]) == ("refused", 2)
+
+
+DIFFERENT = {
+    "order": ([1.0, 2.0], [2.0, 1.0]),
+    "signs": ([1.0, -2.0, 0.5, 0.75], [-1.0, 2.0, -0.5, 0.75]),
+    "rows": ([[1.0, 2.0], [3.0, 4.0]], [[3.0, 4.0], [1.0, 2.0]]),
+    "last bit": ([1.0, 2.0], [1.0, 2.0 + 2.0**-22]),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_any_difference_of_gradients_is_seen_after_a_drop(case: str):
+    def rank(group) -> None:
+        guard, optimizer = StepGuard(group=group), Tree()
+        assert [guard.keeps(np.float32(loss)) for loss in (1.0, math.nan)] == [True, False]
+        optimizer.grads = [np.asarray(DIFFERENT[case][group.rank], np.float32)]
+        with pytest.raises(gradscale.ScaleDesyncError):
+            guard.step(optimizer)
+
+    run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("averages", [True, False])
 def test_gradients_that_nothing_has_averaged_are_an_error_on_all_ranks(averages: bool):
     def rank(group) -> str:
