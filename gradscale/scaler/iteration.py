@@ -433,10 +433,11 @@ class Iteration:
         known = [self.live.backend_for(one).read(one) for one in sums if one is not None]
         others = [array for array, one in zip(arrays, sums, strict=True) if one is None]
         summaries = self.live.backend_for(others[0]).read_summaries(others)[0] if others else []
+        checksum = zlib.crc32(repr((known, summaries)).encode())
         return (
-            f"{zlib.crc32(repr((known, summaries)).encode()):08x} of the gradients, which differ: a micro-batch was "
-            f"dropped, and perhaps the one that averages them, as the last does under no_sync(); make a backward pass in its "
-            f'place, of zeros. Of parts of gradients say max_norm= with norm_over="group"'
+            f"{checksum:08x} of the gradients, which differ: a micro-batch was dropped, and perhaps the one that "
+            f"averages them, as the last does under no_sync(); make a backward pass in its place, of zeros. Of parts "
+            f'of gradients say max_norm= with norm_over="group"'
         )
 
     def check_late_verdicts(self, *, waits: bool = False) -> None:
