@@ -249,9 +249,10 @@ class Iteration:
 
     def go_on_from(self, ended: Iteration) -> None:
         """Go on with the loss of the iteration before, for other optimizers, and with refusals of steps to come."""
-        stepped = frozenset(i for i, turn in ended._by_id.items() if turn.stage is Stage.STEPPED)
-        self.losses = ended.losses.of_others(stepped)
-        self.micro = ended.micro._replace(stepped=ended.micro.stepped | stepped)
+        if ended.losses.number or ended.micro.kept or ended.micro.dropped:
+            stepped = frozenset(i for i, turn in ended._by_id.items() if turn.stage is Stage.STEPPED)
+            self.losses = ended.losses.of_others(stepped)
+            self.micro = ended.micro._replace(stepped=ended.micro.stepped | stepped)
         for turn in ended.turns:
             optimizer = turn.owner() if turn.owner is not None and turn.stage is Stage.READY else None
             if optimizer is not None:
@@ -561,8 +562,10 @@ class Iteration:
 
     def _has_values(self, turn: Turn, optimizer: Optimizer, *, has_norm: bool) -> bool:
         """Tell whether the rule for spikes has a value to judge on this rank, or needs none."""
+        if self.guard is None:
+            return True
         is_own = id(optimizer) not in self.losses.judged
-        if self.guard is None or turn.refused or turn.has_begun_to_step or (self.losses.is_used and is_own):
+        if turn.refused or turn.has_begun_to_step or (self.losses.is_used and is_own):
             return True
         known = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
         return any(known[name] for name in self.guard.rule.of)
@@ -767,7 +770,8 @@ class Iteration:
 
     def _has_no_array(self, turn: Turn, optimizer: Optimizer) -> bool:
         """Tell whether a guard's first step has no gradient, beside which a state could be made, and asks no rank."""
-        if not self.parts.is_guard or turn.refused or self.state is not None or self.live.state is not None:
+        is_first = self.state is None and self.live.state is None
+        if not (self.parts.is_guard and is_first) or turn.refused or turn.by_closure:
             return False
         groups = self.groups_for(optimizer)
         return not groups and self.live.hooks.collect(optimizer, self._listed, UNSCALING).like is None
@@ -820,9 +824,9 @@ class Iteration:
         live = self.live
         if self.agreement.failure is not None:
             raise self.agreement.failure
-        is_over = self.parts.is_guard and self.is_over
         for turn in self.turns:
-            if turn.refused and turn.stage is Stage.READY and new_scale is None and not is_over:
+            is_left = turn.refused and turn.stage is Stage.READY and new_scale is None
+            if is_left and not (self.parts.is_guard and self.is_over):
                 self.wrong_order(
                     "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
                     "same object, which then makes no step, or end the iteration with update(get_scale())"
@@ -999,7 +1003,12 @@ class Iteration:
     @property
     def is_over(self) -> bool:
         """Whether a step was made or skipped, and no other one has begun that is still to come."""
-        return any(turn.is_over for turn in self.turns) and not any(turn.is_awaited for turn in self.turns)
+        has_stepped = False
+        for turn in self.turns:
+            if turn.is_awaited:
+                return False
+            has_stepped = has_stepped or turn.is_over
+        return has_stepped
 
     @property
     def is_alone(self) -> bool:

@@ -352,7 +352,7 @@ class GradScaler:
 
     def _end_if_over(self) -> None:
         """End a guard's iteration once no step of it is to come; Ctrl-C may have left it to the next step."""
-        if self._parts.is_guard and self._iteration.is_over:
+        if self._parts.is_guard and self._iteration.turns and self._iteration.is_over:
             GradScaler.update(self)
 
     def refuse(self, optimizer: Optimizer) -> None:
@@ -435,7 +435,8 @@ class GradScaler:
                     note = f"A callback of on_update has failed, too: {shown(error)}"
                     self._raise_for_all(ended, underflow, stalled, gives_up, note)
                 raise
-            self._raise_for_all(ended, underflow, stalled, gives_up)
+            if underflow is not None or stalled is not None:
+                self._raise_for_all(ended, underflow, stalled, gives_up)
 
     # Reports.
 

@@ -135,10 +135,11 @@ class Tally:
 
     def position_of(self, optimizer: object) -> int:
         """Return the position of an optimizer's streak, which it takes now if it has none."""
-        is_new = self._positions.get(optimizer) is None
-        position = self._positions.of(optimizer)
-        if is_new and position not in self._loaded:
-            self._streaks.pop(position, None)
+        position = self._positions.get(optimizer)
+        if position is None:
+            position = self._positions.of(optimizer)
+            if position not in self._loaded:
+                self._streaks.pop(position, None)
         return position
 
     def streak_of(self, optimizer: object) -> SkipStreak:
@@ -172,7 +173,9 @@ class Tally:
 
     def is_last_chance(self, optimizer: object) -> bool:
         """Tell whether one more skipped step of an optimizer is as many in a row as the user allows."""
-        return self._at(self.position_of(optimizer)).length + 1 >= (self._give_up_after or math.inf)
+        if self._give_up_after is None:
+            return False
+        return self._at(self.position_of(optimizer)).length + 1 >= self._give_up_after
 
     def take_grown(self, *, is_alone: bool, gives_up: bool) -> tuple[int | None, bool]:
         """Return the position of a streak that has grown and is too long, and whether the run ends.
@@ -180,9 +183,11 @@ class Tally:
         A process that decides alone ends it by its own count, and ranks if they have agreed so: ``gives_up``. One is
         long enough to warn of after some steps, and again after ten times as many.
         """
+        if not self._grown:
+            return None, False
         grown, self._grown = sorted(self._grown, key=lambda one: (self._at(one).length, one)), set()
-        is_last = is_alone and len(grown) > 0 and self._at(grown[-1]).length >= (self._give_up_after or math.inf)
-        if grown and (gives_up or is_last):
+        is_last = is_alone and self._at(grown[-1]).length >= (self._give_up_after or math.inf)
+        if gives_up or is_last:
             return grown[-1], True
         for position in reversed(grown):
             streak = self._at(position)

@@ -335,7 +335,8 @@ class Model:
         turn, ranks = self.turns[k], range(self.size)
         # As it travels: infinite if it is not finite, 0 below the normal numbers.
         small = 0.0 if norm is None or norm < 2.0**-126 else norm
-        self.streak(k)
+        if self.settings["give_up_after"] is not None:
+            self.streak(k)
         turn.stage, turn.norm = "unscaled", None if norm is None else small if norm < math.inf else math.inf
         spikes: list[int] = []
         by_loss: list[bool] = [False] * self.size
