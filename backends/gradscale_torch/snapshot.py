@@ -106,17 +106,8 @@ class TensorSnapshot:
     @torch.no_grad()
     def restore(self, skips: Sequence[Tensor] = ()) -> None:
         """Write the copies back. With ``skips``, 0-d on a device, only if one is not 0, else copy the tensors anew."""
-        current = self._current()
-        for slot in current.keys() ^ self._pairs.keys() if not skips else ():
-            if isinstance(slot[0], torch.nn.Module):
-                # It was None, or is now.
-                slot[0]._buffers[slot[1]] = self._pairs.get(slot, (None, None))[0]
-        for slot, one in self._current().items() if not skips else ():
-            old, copy = self._pairs.get(slot, (one, one))
-            is_moved = one.shape == copy.shape and (one.dtype, one.device) != (copy.dtype, copy.device)
-            if one is not old and not is_moved and isinstance(slot[0], torch.nn.Module):
-                # The forward pass has put another one in its place, which may be the batch.
-                slot[0]._buffers[slot[1]] = old
+        if not skips:
+            self._put_back_replaced()
         self._follow()
         for group in self._groups:
             if skips:
@@ -124,6 +115,22 @@ class TensorSnapshot:
                 now = torch.cat([each.reshape(-1) for each in group.tensors])
                 torch.where(is_skipped, group.flat, now, out=group.flat)
             torch._foreach_copy_(group.tensors, group.copies)
+
+    def _put_back_replaced(self) -> None:
+        """Put the tensors of the last step back into the buffers that the forward pass has given others, or none."""
+        current = self._current()
+        for slot in current.keys() | self._pairs.keys():
+            owner, name = slot
+            old, copy = self._pairs.get(slot, (None, None))
+            new = current.get(slot)
+            if new is old or not isinstance(owner, torch.nn.Module):
+                continue
+            if new is not None and copy is not None:
+                is_like = new.shape == copy.shape, (new.dtype, new.device) == (copy.dtype, copy.device)
+                if is_like == (True, False):
+                    # The module was converted or moved.
+                    continue
+            owner._buffers[name] = old
 
     @torch.no_grad()
     def keep(self, module: torch.nn.Module) -> None:

@@ -26,6 +26,8 @@ STANDARD_FUNCTIONS = ("abs", "imag", "max", "sum")
 
 # How many elements are counted at once, so that no int32 wraps.
 _PIECE = 2**30
+# Of checksums: their sums stay numbers of 32 bits.
+_PRIME = 2147483629
 _HALF_BITS = 26
 
 _Bits: TypeAlias = Callable[[Array], "Array | None"]
@@ -187,3 +189,17 @@ def _fields(x: Array) -> tuple[Array, Array, Array]:
     scaled = significand * 2.0**_HALF_BITS
     high = xp.astype(scaled, xp.int32)
     return exponent - 2 * _HALF_BITS, high, (scaled - xp.astype(high, scaled.dtype)) * 2.0**_HALF_BITS
+
+
+def sum_of_bits(x: Array, bits: Array | None) -> Array | None:
+    """Return a checksum of an array's values and their places, 0-d int32; None without bits or values. No host read."""
+    if bits is None or math.prod(x.shape) == 0:
+        return None
+    xp, total = array_namespace(bits), 0
+    table = xp.reshape(bits, (x.shape[0] if x.ndim else 1, -1))
+    for axis in (0, 1):
+        sums = xp.sum(table, axis=axis)
+        places = xp.arange(1, 2 * sums.shape[0], 2, dtype=sums.dtype, **on(device(x)))
+        # Numbers of NumPy warn if they wrap.
+        total = (xp.sum(sums * places) % _PRIME + 3 * total) % _PRIME
+    return xp.reshape(xp.astype(total, xp.int32), ())

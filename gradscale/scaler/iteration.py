@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-from gradscale.core.arithmetic import is_floating, on
+from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import Collected, Found, GivenNorm, Listed, Request, named_gradients, no_optimizer
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.snapshot import Snapshot
+from gradscale.core.summaries import sum_of_bits
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, shown
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
@@ -44,7 +45,6 @@ _INCOMPLETE = (
     "update(get_scale()), or load a state dict, and make new gradients"
 )
 
-_PRIME = 2147483629
 _at_min_scale = operator.attrgetter("at_min_scale")
 
 UNSCALING = Request()
@@ -412,29 +412,17 @@ class Iteration:
             snapshot.restore()
         return is_kept
 
-    def _sum_of_bits(self, x: Array) -> Array | None:
-        """Return a sum of the bits of an array, 1-d int32, which rows and columns enter by their places."""
-        bits, xp = self.live.backend_for(x).bits(x), array_namespace(x)
-        if bits is None or math.prod(x.shape) == 0:
-            return None
-        table = xp.reshape(bits, (x.shape[0] if x.ndim else 1, -1))
-        total = 0
-        for axis in (0, 1):
-            sums = xp.sum(table, axis=axis)
-            places = xp.arange(1, 2 * sums.shape[0], 2, dtype=sums.dtype, **on(self.live.backend_for(x).placement(x)))
-            # Numbers of NumPy warn if they wrap.
-            total = (xp.sum(sums * places) % _PRIME + 3 * total) % _PRIME
-        return xp.reshape(xp.astype(total, xp.int32), (1,))
-
     def _checksum(self, optimizer: Optimizer) -> str:
         """Return a checksum of gradients that all ranks hold, unless what averages them was left out."""
         located = [one.array for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
         arrays = [one for one in map(self.live.hooks.values_of, located) if one is not None and is_floating(one)]
-        sums = [self._sum_of_bits(one) for one in arrays]
-        known = [self.live.backend_for(one).read(one) for one in sums if one is not None]
+        backend = self.live.backend_for(arrays[0]) if arrays else self.live.hooks
+        sums = [sum_of_bits(one, backend.bits(one)) for one in arrays]
+        known = [backend.move(one, arrays[0]) for one in sums if one is not None]
+        numbers = backend.read(array_namespace(known[0]).stack(known)) if known else []
         others = [array for array, one in zip(arrays, sums, strict=True) if one is None]
-        summaries = self.live.backend_for(others[0]).read_summaries(others)[0] if others else []
-        checksum = zlib.crc32(repr((known, summaries)).encode())
+        summaries = backend.read_summaries(others)[0] if others else []
+        checksum = zlib.crc32(repr((numbers, summaries)).encode())
         return (
             f"{checksum:08x} of the gradients, which differ: a micro-batch was dropped, and perhaps the one that "
             f"averages them, as the last does under no_sync(); make a backward pass in its place, of zeros. Of parts "
@@ -790,7 +778,7 @@ class Iteration:
             self.wrong_order(what)
         self.scaled = False
         if self.micro.kept or self.micro.dropped:
-            # They are of no step to come.
+            # The next step has micro-batches of its own.
             self.tally.drop(0 if self.micro.stepped else self.micro.dropped)
             self.micro, self._marks, self.losses = MicroBatches(), (), Losses()
         self.mistakes.warn_of_no_gradients(what)
