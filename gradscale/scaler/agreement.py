@@ -49,12 +49,16 @@ class _Common:
     """How many the group has had."""
     differences = 0
     """In how many messages its ranks have differed, whichever scaler or GroupAgreement sent them here."""
+    is_greeted = False
+    """Whether the ranks have compared their versions."""
+
+    def __init__(self) -> None:
+        self.queue: list[Ballot] = []
+        """The messages that have still to start over the group, in the order in which they were sent."""
 
 
 # By the library's own group.
 _commons: IdentityMap[_Common] = IdentityMap()
-# The library's own groups over which the ranks have compared their versions.
-_greeted: IdentityMap[bool] = IdentityMap()
 
 
 def _is_weak(group: object) -> bool:
@@ -63,16 +67,6 @@ def _is_weak(group: object) -> bool:
         weakref.ref(group)
         return True
     return False
-
-
-def _common_of(group: object) -> _Common:
-    """Return the record that the scalers over a library's own group share."""
-    common = _commons.get(id(group))
-    if common is None:
-        common = _Common()
-        if _is_weak(group):
-            _commons.put(group, common)
-    return common
 
 
 class Met(NamedTuple):
@@ -111,8 +105,8 @@ class Agreement:
         self._names: IdentityMap[str] = IdentityMap()
         # Of a pickle or a deep copy, whose optimizers may be other objects.
         self._lost_names: set[str] = set()
-        # As for all scalers, but of groups that cannot be referenced weakly.
-        self._greeted: IdentityMap[bool] = IdentityMap()
+        # Of groups that cannot be referenced weakly, which no other scaler shares.
+        self._own_commons: IdentityMap[_Common] = IdentityMap()
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
@@ -145,6 +139,7 @@ class Agreement:
 
     def join(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on, as one more scaler over them, or as before over a group that it had."""
+        self._empty_queues()
         self._use(groups)
         self.failure = self._lost = None
         self._begin_to_count()
@@ -162,7 +157,25 @@ class Agreement:
             rank = rank * collectives.size + collectives.rank
         return rank
 
+    def common_of(self, collectives: Collectives) -> _Common:
+        """Return the record that the scalers over a library's own group share."""
+        group = getattr(collectives, "identity", collectives)
+        common = _commons.get(id(group)) or self._own_commons.get(id(group))
+        if common is None:
+            common = _Common()
+            (_commons if _is_weak(group) else self._own_commons).put(group, common)
+        return common
+
     # Why the ranks cannot agree.
+
+    def fail(self, error: GradscaleError) -> None:
+        """Let the iteration only be abandoned from now on, with its messages."""
+        self.failure = error
+        self._empty_queues()
+
+    def _empty_queues(self) -> None:
+        for common, _ in self._counted_since:
+            common.queue[:] = [ballot for ballot in common.queue if ballot.agreement is not self]
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -170,7 +183,7 @@ class Agreement:
         try:
             yield
         except OF_ALL_RANKS as error:
-            self.failure = error
+            self.fail(error)
             raise
 
     def lose(self, error: BaseException, iteration: int) -> None:
@@ -178,12 +191,13 @@ class Agreement:
         if isinstance(error, CollectiveTimeoutError):
             error.iteration = iteration
         elif not isinstance(error, GradscaleError):
-            self.failure = BackendError(
+            failure = BackendError(
                 f"{type(error).__name__} has interrupted the start of an agreement, "
                 f"{whereabouts(self.groups, iteration)}: call set_group() with another group on every rank"
             )
-            self.failure.__cause__ = error
-            error = self.failure
+            failure.__cause__ = error
+            self.fail(failure)
+            error = failure
         if isinstance(error, (BackendError, CollectiveTimeoutError)):
             self._lost = error
 
@@ -266,7 +280,7 @@ class Agreement:
         number = self._own_numbers.get(id(collectives))
         if number is None:
             group = getattr(collectives, "identity", collectives)
-            common, number = _common_of(group), self._had.get(id(group))
+            common, number = self.common_of(collectives), self._had.get(id(group))
             if number is None:
                 number = common.scalers
                 common.scalers += 1
@@ -285,10 +299,10 @@ class Agreement:
         """
         try:
             for one in groups:
-                group = getattr(one, "identity", one)
-                if id(group) not in _greeted and id(group) not in self._greeted:
+                common = self.common_of(one)
+                if not common.is_greeted:
                     self._greet(one, sent, number)
-                    (_greeted if _is_weak(group) else self._greeted).put(group, True)
+                    common.is_greeted = True
             return Ballot(self, groups, sent, number, claim)
         except BaseException as error:
             self.lose(error, number)
@@ -329,7 +343,7 @@ class Ballot:
     def __init__(
         self, agreement: Agreement, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None
     ) -> None:
-        self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
+        self.agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._claims = [] if claim is None else [claim]
         self._hashes: list[tuple[int, ...]] = []
         if self._claims and len(groups) > 1:
@@ -340,7 +354,18 @@ class Ballot:
         # By the group, as far as they have come: what finishes the message, and the answer.
         self._begun: list[Callable[[], Array]] = []
         self._answers: list[Array] = []
-        self._begun.append(groups[0].start_max(sent))
+        for one in groups:
+            agreement.common_of(one).queue.append(self)
+        self._start(sent)
+
+    def _start(self, sent: Array) -> None:
+        """Start the message over the next group, after those that were sent before it."""
+        group = self._groups[len(self._begun)]
+        queue = self.agreement.common_of(group).queue
+        for earlier in queue[: queue.index(self)]:
+            earlier.agreed()
+        self._begun.append(group.start_max(sent))
+        queue.remove(self)
 
     def agreed(self, *, is_read: bool = False) -> Array:
         """Finish the message and return the MAX over all ranks; for a read, wait while the CPU can give up."""
@@ -352,16 +377,16 @@ class Ballot:
                     backend = registry.backend_for(answers[-1])
                     shifted = claims.shifted(backend, answers[-1], *self._hashes[len(answers) - 1 : len(answers) + 1])
                     try:
-                        self._begun.append(self._groups[len(answers)].start_max(shifted))
+                        self._start(shifted)
                     except BaseException as error:
-                        self._agreement.lose(error, self._number)
+                        self.agreement.lose(error, self._number)
                         raise
                 answers.append(self._begun[-1]())
             if is_read:
                 for finish in self._begun:
                     _wait_for_ranks(finish)
         except (BackendError, CollectiveTimeoutError) as error:
-            self._agreement.lose(error, self._number)
+            self.agreement.lose(error, self._number)
             raise
         return answers[-1]
 
@@ -384,7 +409,7 @@ class Ballot:
         found = claims.outcome(agreed, own)
         if found is not Outcome.ONE_STATE:
             for collectives in self._groups:
-                _common_of(getattr(collectives, "identity", collectives)).differences += 1
+                self.agreement.common_of(collectives).differences += 1
             self._failure = self._error(found, agreed, own, policy, is_late=is_late)
             raise self._failure
         return claims.verdict_of(agreed, own)
@@ -401,7 +426,7 @@ class Ballot:
                 f"that rank says why. No rank takes this step. Once they are right, load one checkpoint on every rank, "
                 f"or call set_group()"
             )
-        settings = self._agreement.settings(policy)
+        settings = self.agreement.settings(policy)
         differing = silence = ending = ""
         cause: Exception | None = None
         if found is Outcome.DIFFERENT and not is_late:
@@ -414,7 +439,7 @@ class Ballot:
         if silence:
             # The last message may still be under way.
             ending = f". Call set_group() with another group, too, since {silence}"
-            self._agreement.lose(BackendError(f"the ranks differed{ending}"), self._number)
+            self.agreement.lose(BackendError(f"the ranks differed{ending}"), self._number)
         if not differing:
             claim = ", ".join(f"{name}={value}" for name, value in self._claims[-1]._asdict().items())
             here = f"what this rank holds is {claim}, {settings}"

@@ -172,6 +172,8 @@ class Iteration:
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
         self._by_id: dict[int, Turn] = {}
+        # Over groups, in the order of their messages.
+        self._sent: list[Pending] = []
 
     # Turns.
 
@@ -536,9 +538,11 @@ class Iteration:
                 is_last,
                 has_values or not self.parts.is_guard,
             )
+            if groups:
+                self._sent.append(turn.pending)
         except Exception as error:
             if isinstance(error, GradscaleError):
-                agreement.failure = error
+                agreement.fail(error)
             else:
                 self._tell_of_failure(optimizer)
             raise
@@ -689,12 +693,11 @@ class Iteration:
         if pending.is_placeholder and turn.refused:
             pending.refuse(claims.reason_code(turn.refused, self.agreement.rank()))
         try:
-            for other in self.turns if pending.groups else ():
-                # Those before it first: a rank that could not unscale has sent no more messages.
-                if other is turn:
-                    break
-                if other.pending is not None and other.pending.is_unread:
-                    other.pending.read()
+            # Those that were sent before it first: a rank that could not unscale has sent no more messages.
+            while pending.is_unread and self._sent and self._sent[0] is not pending:
+                if self._sent[0].is_unread:
+                    self._sent[0].read()
+                del self._sent[0]
             verdict = (pending.known if pending.override is None else None) or pending.read()
             optimizer = turn.owner() if pending.is_judged_late and turn.owner is not None else None
             if optimizer is not None:
@@ -705,7 +708,7 @@ class Iteration:
                 pending.is_judged_late = False
                 verdict = pending.read()
         except OF_ALL_RANKS as error:
-            self.agreement.failure = error
+            self.agreement.fail(error)
             raise
         if verdict.is_unscaled and pending.groups:
             self.mistakes.tell_of_no_scale(self.number, "all ranks")

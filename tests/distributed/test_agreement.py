@@ -12,6 +12,7 @@ from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree
 
 import gradscale
 from gradscale import GroupAgreement
+from gradscale.testing import run_ranks
 
 World = ThreadWorld | ProcessWorld
 Case = tuple[Any, ...]
@@ -70,6 +71,16 @@ def test_ranks_agree(world: World, library: str):
         cases += empty(world.size, "no backend", library)
         cases += [(scenarios.callbacks_without_a_group,)] * (library == "torch")
     agree(world, scenarios.play, cases)
+
+
+@pytest.mark.parametrize("way", scenarios.WAYS_IN_A_GRID)
+def test_messages_over_a_list_of_groups_keep_the_order_in_which_they_were_sent(way: str):
+    for odd_rank in range(4):
+        groups = scenarios.grid_of_threads()
+        results = run_ranks(
+            4, lambda group, g=groups, o=odd_rank: scenarios.alone_in_a_grid(g(group.rank), group.rank, o, way)
+        )
+        assert results == results[:1] * 4
 
 
 def test_a_count_of_another_dtype_or_library_and_a_spike_that_is_no_flag_are_refused(strict: Library):

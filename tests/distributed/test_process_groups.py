@@ -18,7 +18,21 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import ran
-from scenarios import SGD, begun, fresh, gradients, is_mpi, iterate, play, raised, rank_and_size, tell, wait_for
+from scenarios import (
+    SGD,
+    WAYS_IN_A_GRID,
+    alone_in_a_grid,
+    begun,
+    fresh,
+    gradients,
+    is_mpi,
+    iterate,
+    play,
+    raised,
+    rank_and_size,
+    tell,
+    wait_for,
+)
 from worlds import GlooWorld, MPIWorld, ProcessWorld, agree, free_port, mpi_command, mpi_environment
 
 import gradscale
@@ -88,7 +102,10 @@ def overlapped(group):
 
 
 def grid(group, bad_rank: int, kind: str):
-    """Agree over both dimensions of a grid of 2 x 2 ranks in turn, or over its rows alone, which reaches one row."""
+    """Agree over both dimensions of a grid of 2 x 2 ranks in turn, or over its rows alone, which reaches one row.
+
+    Other kinds are those of ``alone_in_a_grid``.
+    """
     rank, _ = rank_and_size(group)
     if is_mpi(group):
         rows, columns = group.Split(rank // 2, rank), group.Split(rank % 2, rank)
@@ -97,7 +114,10 @@ def grid(group, bad_rank: int, kind: str):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
         rows = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
         groups = {"both": mesh.get_all_groups(), "rows": rows, "mixed": [rows, mesh["row"]]}
-    skips(groups[kind], rank == bad_rank, kind != "rows" or rank // 2 == bad_rank // 2)
+    if kind in WAYS_IN_A_GRID:
+        alone_in_a_grid(groups["both"], rank, bad_rank, kind)
+    else:
+        skips(groups[kind], rank == bad_rank, kind != "rows" or rank // 2 == bad_rank // 2)
     if is_mpi(group):
         rows.Free()
         columns.Free()
@@ -106,8 +126,8 @@ def grid(group, bad_rank: int, kind: str):
 @pytest.mark.parametrize(
     ("world", "kinds"),
     [
-        pytest.param(MPIWorld(4), ["both", "rows"], id="mpi-4", marks=mpi_only),
-        pytest.param(GlooWorld(4), ["both", "mixed", "rows"], id="gloo-4", marks=torch_only),
+        pytest.param(MPIWorld(4), ["both", "rows", *WAYS_IN_A_GRID], id="mpi-4", marks=mpi_only),
+        pytest.param(GlooWorld(4), ["both", "mixed", "rows", *WAYS_IN_A_GRID], id="gloo-4", marks=torch_only),
     ],
 )
 def test_a_list_of_groups_reaches_every_rank_of_a_grid(world: ProcessWorld, kinds: list[str]):

@@ -390,3 +390,40 @@ def grid_of_threads() -> Callable[[int], list[ThreadCollectives]]:
     """Return what returns, for one of 4 ranks, its row and its column of a grid of 2 x 2 threads."""
     made = [run_ranks(2, lambda group: group, timeout=60.0) for _ in range(4)]
     return lambda rank: [made[rank // 2][rank % 2], made[2 + rank % 2][rank // 2]]
+
+
+WAYS_IN_A_GRID = ["refuse a", "refuse b", "b first", "no loss", "no loss, b first", "closure", "two scalers", "lists"]
+
+
+def alone_in_a_grid(groups, rank: int, odd_rank: int, way: str):
+    """Step two optimizers over two groups, of which one rank refuses a step or has no loss; return whose it was."""
+    is_odd, has_loss = rank == odd_rank, "no loss" not in way
+    first = gradscale.ShardedGradScaler(group=groups, timeout=TIMEOUT, backend="numpy")
+    second = first
+    if way in ("two scalers", "lists"):
+        over = groups[::-1] if way == "lists" else groups
+        second = gradscale.ShardedGradScaler(group=over, timeout=TIMEOUT, backend="numpy")
+    a, b = (first, SGD(None)), (second, SGD(None))
+
+    def backward(scaler, optimizer):
+        if has_loss or not is_odd:
+            scaler.scale(np.float32(1.0))
+        optimizer.grads = gradients("numpy")
+
+    for iteration in range(4):
+        for scaler, optimizer in (a, b):
+            backward(scaler, optimizer)
+        if is_odd and has_loss and iteration == 2:
+            scaler, optimizer = a if way == "refuse a" else b
+            scaler.refuse(optimizer)
+        for scaler, optimizer in (a, b)[: 1 if way == "closure" else 2]:
+            scaler.unscale_(optimizer)
+        for scaler, optimizer in (b, a) if "b first" in way else (a, b):
+            closure = (lambda: backward(*b)) if way == "closure" and optimizer is b[1] else None
+            scaler.step(optimizer, *[closure] * (closure is not None))
+        for scaler in {first, second}:
+            scaler.update()
+    refused = None if not has_loss else a if way == "refuse a" else b
+    for each in (a, b):
+        assert each[1].steps == (3 if each is refused else 4)
+    return first.counts(), second.counts()
