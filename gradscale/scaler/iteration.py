@@ -147,8 +147,8 @@ class Iteration:
     """The calls between two updates. No part, turn or verdict keeps it alive.
 
     ``state`` is the one that outputs were scaled with last, and that gradients are divided by. ``lowered`` is the state
-    after the backoffs of closures. ``steps_before`` counts those of all iterations since the scaler has joined its
-    groups or loaded a state.
+    after the backoffs of closures. ``steps_before`` counts the steps of all iterations, of which it forgets those
+    made alone (``alone_before``) when it joins a group.
     """
 
     micro = MicroBatches()
@@ -164,8 +164,8 @@ class Iteration:
     _closure_state: ScaleState | None = None
     _messages = 0
 
-    def __init__(self, number: int, parts: Parts, steps_before: int = 0) -> None:
-        self.number, self.parts, self.steps_before = number, parts, steps_before
+    def __init__(self, number: int, parts: Parts, steps_before: int = 0, alone_before: int = 0) -> None:
+        self.number, self.parts, self.steps_before, self.alone_before = number, parts, steps_before, alone_before
         self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard, *_ = parts
         # With the position of the optimizer's streak.
         self.steps: list[tuple[StepReport, int | None]] = []

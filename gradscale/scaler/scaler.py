@@ -161,7 +161,7 @@ class GradScaler:
         parts = parts_of(options, options.get("backend"))
         self._assemble(parts, validation.boolean("enabled", options.get("enabled", True)))
 
-    def _assemble(self, parts: Parts, enabled: bool, number: int = 1, steps: int = 0) -> None:
+    def _assemble(self, parts: Parts, enabled: bool, number: int = 1, steps: int = 0, alone: int = 0) -> None:
         parts = parts._replace(is_guard=isinstance(self, StepGuard))
         self._parts, self._enabled = parts, enabled
         # Types and dtypes of single arrays that are floating ones of the state's library.
@@ -169,7 +169,7 @@ class GradScaler:
         # Held by the call that is under way; "with" leaves no place for Ctrl-C between taking it and the body.
         self._busy = threading.Lock()
         self._diagnosis = Diagnosis(parts, enabled=enabled)
-        self._iteration = Iteration(number, parts, steps)
+        self._iteration = Iteration(number, parts, steps, alone)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(policy={self._parts.live.policy!r}, enabled={self._enabled})"
@@ -418,7 +418,8 @@ class GradScaler:
                     owner = turn.owner() if turn.owner is not None else None
                     position = None if owner is None else parts.tally.position_of(owner)
                     told.append((step_report(turn.left_out, ended.number, parts.agreement.rank()), position))
-            following = Iteration(ended.number + 1, parts, steps)
+            alone = ended.alone_before + (steps - ended.steps_before if parts.agreement.is_alone else 0)
+            following = Iteration(ended.number + 1, parts, steps, alone)
             if parts.is_guard and ended.is_over:
                 following.go_on_from(ended)
             self._iteration = following
@@ -703,14 +704,14 @@ class GradScaler:
             parts.live.begin_anew()
         # The optimizers of a copy are others.
         losses = Losses() if losses.judged else losses._replace(total=float(losses.total))
-        steps = iteration.steps_before
+        numbers = iteration.number, iteration.steps_before, iteration.alone_before
         forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
-        return self.__dict__ | {"_parts": parts, "_iteration": (iteration.number, scaled, losses, steps)} | forgotten
+        return self.__dict__ | {"_parts": parts, "_iteration": (scaled, losses, *numbers)} | forgotten
 
     def __setstate__(self, kept: Mapping[str, Any]) -> None:
         self.__dict__.update(kept)
-        number, scaled, losses, steps = kept["_iteration"]
-        self._assemble(kept["_parts"], kept["_enabled"], number, steps)
+        scaled, losses, *numbers = kept["_iteration"]
+        self._assemble(kept["_parts"], kept["_enabled"], *numbers)
         self._iteration.scaled, self._iteration.losses = scaled, losses
 
     # The parts put together.
@@ -1045,15 +1046,16 @@ def step_of(
 
 def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
     """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
-    agreement = scaler._parts.agreement
+    agreement, iteration = scaler._parts.agreement, scaler._iteration
     if groups:
         # A policy that ranks cannot compare raises now, and not in the first step.
         agreement.identify(scaler._parts.live.policy)
     if agreement.failure is not None or not (agreement.is_unjoined or agreement.is_alone):
         # Some ranks may have divided their gradients already, so that all make new ones.
-        scaler._iteration = Iteration(scaler._iteration.number, scaler._parts)
+        scaler._iteration = Iteration(iteration.number, scaler._parts, iteration.steps_before, iteration.alone_before)
         scaler._parts.live.begin_anew()
-    scaler._iteration.steps_before = 0
+    # Ranks that have trained alone may have made other numbers of steps.
+    scaler._iteration.steps_before, scaler._iteration.alone_before = iteration.steps_before - iteration.alone_before, 0
     if scaler._parts.guard is not None:
         # Some of its ranks may have had values, and others none.
         scaler._parts.guard.has_judged = False

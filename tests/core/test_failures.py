@@ -212,6 +212,44 @@ def test_no_rank_divides_twice_what_another_has_divided_before_a_failure(ways: l
     assert run_ranks(2, rank) == [[[65536.0 if "load at scale 1" in ways else 1.0] * 3]] * 2
 
 
+SURVIVORS = ("set_group",), ("set_group", "load"), ("load", "set_group")
+NEWCOMERS = ("construct", "load"), ("elsewhere", "load", "set_group"), ("elsewhere", "set_group", "load")
+
+
+@pytest.mark.parametrize("newcomer", [*NEWCOMERS, ("alone", "load", "set_group")], ids=" ".join)
+@pytest.mark.parametrize("survivor", SURVIVORS, ids=" ".join)
+def test_a_new_rank_goes_on_with_those_that_have_lost_one(survivor: tuple[str, ...], newcomer: tuple[str, ...]):
+    kind = gradscale.StepGuard if newcomer[0] == "alone" else ShardedGradScaler
+    old, new = run_ranks(3, lambda group: group, timeout=0.3), run_ranks(3, lambda group: group, timeout=20.0)
+
+    def lose_one(group) -> ShardedGradScaler:
+        scaler, optimizer = kind(group=old[group.rank]), Tree()
+        for _ in range(3):
+            iterate_plainly(scaler, optimizer)
+        if group.rank < 2:
+            with pytest.raises(gradscale.CollectiveTimeoutError):
+                iterate_plainly(scaler, optimizer)
+        return scaler
+
+    scalers = run_ranks(3, lose_one)
+    saved = scalers[0].state_dict()
+
+    def go_on(group) -> tuple[int, dict[str, int]]:
+        scaler, calls = scalers[group.rank], survivor
+        if group.rank == 2:
+            over = {"construct": new[2], "elsewhere": run_ranks(1, lambda alone: alone)[0]}
+            calls = newcomer[1:]
+            scaler = gradscale.StepGuard() if newcomer[0] == "alone" else kind(group=over[newcomer[0]])
+        for call in calls:
+            scaler.set_group(new[group.rank]) if call == "set_group" else scaler.load_state_dict(saved)
+        optimizer = Tree()
+        for _ in range(3):
+            iterate_plainly(scaler, optimizer)
+        return optimizer.steps, scaler.counts()
+
+    assert run_ranks(3, go_on) == [(3, {"taken": 6, "overflow": 0, "spike": 0, "refused": 0})] * 3
+
+
 class Failing(Tree):
     """It evaluates a closure, if it is given one, and fails until it is told not to."""
 

@@ -1222,7 +1222,6 @@ class _Life:
             if how == "pickle" and self.group is not None:
                 self.raises(lambda: copy.copy(made).step(self.optimizers[0]), "set_group")
                 self.scaler.set_group(self.over)
-                self.model.steps = 0
             return
         saved, windows = {**self.kept[0]}, self.kept[1]
         if self.is_guard and self.chance.random() < 0.3:
