@@ -50,6 +50,9 @@ class Positions:
     def __init__(self) -> None:
         self._positions: IdentityMap[int] = IdentityMap()
 
+    def __len__(self) -> int:
+        return len(self._positions)
+
     def get(self, key: object) -> int | None:
         """Return the position of an object; None if it has none."""
         return self._positions.get(id(key))

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import math
 import operator
 import struct
@@ -120,6 +121,11 @@ def truth(name: str, value: object) -> bool:
         raise InvalidTypeError(msg) from error
 
 
+def count(name: str, value: Any, at_least: int = 0) -> int:
+    """Return an integer below 2**63 as one that can still be counted on from."""
+    return min(integer(name, value, at_least, 2**63 - 1), 2**62)
+
+
 def choice(name: str, value: object, options: tuple[_Choice, ...]) -> _Choice:
     """Return the option that equals a value."""
     if isinstance(value, str):
@@ -147,6 +153,17 @@ def mapping(name: str, value: object, wanted: str = "a mapping") -> dict[Any, ob
         if isinstance(value, Mapping):
             return dict(value)
     raise _wrong_type(name, wanted, value)
+
+
+def parse_list(name: str, text: object) -> list[Any]:
+    """Return the list that a text of a state dict holds, one value however long it is."""
+    try:
+        value = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, list):
+        raise _wrong_value(name, "the text that state_dict() gives", text)
+    return value
 
 
 def timeout(value: object) -> float:

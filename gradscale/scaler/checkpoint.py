@@ -12,7 +12,7 @@ from gradscale.core.protocols import Policy, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError, key_names, reading, shown
 from gradscale.policies.dynamic import BoundedScale, DynamicScale, StaticScale
 from gradscale.policies.rules import GradualScale
-from gradscale.scaler.guard import SavedWindows, checked_windows
+from gradscale.scaler.guard import SavedWindows, text_of_windows, windows_from
 from gradscale.scaler.stall import SkipStreak, streaks_from, text_of
 
 VERSION = 1
@@ -57,7 +57,7 @@ def build(
     if type(policy) in _KINDS.values():
         saved["policy"] = {"kind": type(policy).__name__, **dataclasses.asdict(policy)}  # type: ignore[call-overload]
     if windows is not None:
-        saved["spikes"] = windows
+        saved["spikes"] = text_of_windows(windows)
     if streaks is not None:
         saved["streaks"] = text_of(streaks)
     if counts:
@@ -97,13 +97,13 @@ def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
     snapshot: dict[str, float] = {"scale": loaded_policy.clamp(validation.scale("scale", saved["scale"]))}
     for key, name in _TRACKERS.items():
         snapshot[name] = validation.integer(key, saved.get(key, 0), 0, validation.LARGEST_INT32)
-    iteration = validation.integer("iteration", saved.get("iteration", 1), 1, 2**63 - 1)
+    iteration = validation.count("iteration", saved.get("iteration", 1), 1)
     counts = {
-        name: validation.integer(f"counts[{name!r}]", count, 0, 2**63 - 1)
+        name: validation.count(f"counts[{shown(name)}]", count)
         for name, count in validation.mapping("counts", saved.get("counts", {})).items()
     }
-    steps = validation.integer("steps", saved.get("steps", 0), 0, 2**63 - 1)
-    windows, streaks = checked_windows(saved.get("spikes", ())), streaks_from(saved.get("streaks", "[]"))
+    steps = validation.count("steps", saved.get("steps", 0))
+    windows, streaks = windows_from(saved.get("spikes", "[]")), streaks_from(saved.get("streaks", "[]"))
     return Loaded(loaded_policy, snapshot, iteration, counts, steps, windows, streaks)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -19,13 +19,7 @@ from gradscale.errors import InvalidTypeError, shown, warn_caller
 from gradscale.policies.spikes import SkipSpikes, SpikeState, Window, empty_windows, judge_number, learn_number
 from gradscale.scaler.claim import Reason
 
-
-class _SavedWindow(TypedDict):
-    values: list[float]
-    skipped: int
-
-
-SavedWindows: TypeAlias = list[dict[str, _SavedWindow]]
+SavedWindows: TypeAlias = Sequence[Mapping[str, Window]]
 """The windows of each optimizer by quantity, in the order in which they were first judged."""
 _Put: TypeAlias = Callable[[SpikeState, SpikeState], SpikeState]
 
@@ -123,12 +117,12 @@ class Guard:
 
     has_judged = False
 
-    def __init__(self, rule: SkipSpikes, saved: SavedWindows | None = None) -> None:
+    def __init__(self, rule: SkipSpikes, saved: SavedWindows = ()) -> None:
         self.rule = rule
         # Of each optimizer those of all quantities: numbers where the host has them in time, or arrays beside a state.
         self._windows: list[list[Window] | SpikeState] = []
         # The first ones are already made: those of optimizers that are or were there.
-        self._saved = saved or []
+        self._saved = [*map(self._trimmed, saved)]
         # Of each optimizer's window.
         self._positions = Positions()
         # By the position of a window, what it has learned last, and what it has become.
@@ -178,12 +172,12 @@ class Guard:
 
     def _position_of(self, optimizer: Optimizer) -> int:
         """Return the position of an optimizer's window; a new optimizer takes over one whose owner is gone."""
-        if self._positions.get(optimizer) is None and self._windows:
+        if self._positions.get(optimizer) is None and 0 < len(self._windows) == len(self._positions):
             # One that is in a reference cycle is there until it is collected, on some ranks sooner than on others.
             gc.collect()
         position = self._positions.of(optimizer)
         if position == len(self._windows):
-            self._windows.append(self._saved_at(position))
+            self._windows.append(self._saved[position] if position < len(self._saved) else self._trimmed({}))
             if position == _MANY:
                 warn_caller(
                     f"skip= has begun window {_MANY + 1}, one for each optimizer that is alive: if each iteration "
@@ -192,21 +186,15 @@ class Guard:
         return position
 
     def numbers(self) -> SavedWindows:
-        """Return the windows as plain values. Two host reads for each that is on a device."""
-        return [*map(self._saved_of, self._windows), *copy.deepcopy(self._saved[len(self._windows) :])]
+        """Return the windows as numbers. Two host reads for each that is on a device."""
+        windows = [*map(self._numbers_of, self._windows), *self._saved[len(self._windows) :]]
+        return [dict(zip(self.rule.of, each, strict=True)) for each in windows]
 
-    def _saved_of(self, windows: list[Window] | SpikeState) -> dict[str, _SavedWindow]:
-        pairs = zip(self.rule.of, self._numbers_of(windows), strict=True)
-        return {name: _SavedWindow(values=[*one.values], skipped=one.skipped) for name, one in pairs}
-
-    def _saved_at(self, position: int) -> list[Window]:
-        """Return saved windows, or empty ones."""
-        saved = self._saved[position] if position < len(self._saved) else {}
-        known = [saved.get(name, _SavedWindow(values=[], skipped=0)) for name in self.rule.of]
-        rule, rounded = self.rule, validation.round_to_float32
-        return [
-            Window((*map(rounded, one["values"][-rule.window :]),), min(one["skipped"], rule.patience)) for one in known
-        ]
+    def _trimmed(self, saved: Mapping[str, Window]) -> list[Window]:
+        """Return the windows of the rule's quantities, as long as it allows; empty ones if they are not saved."""
+        rule, known = self.rule, [saved.get(name, Window((), 0)) for name in self.rule.of]
+        rounded = validation.round_to_float32
+        return [Window((*map(rounded, values[-rule.window :]),), min(run, rule.patience)) for values, run in known]
 
     def _numbers_of(self, windows: list[Window] | SpikeState) -> list[Window]:
         """Return windows as numbers; two host reads for arrays."""
@@ -243,39 +231,41 @@ class Guard:
 
     def load(self, saved: SavedWindows, put: _Put) -> None:
         """Go on with saved windows, those of optimizers that have been met in the same arrays."""
-        self._saved, self.has_judged = saved, False
-        for index, old in enumerate(self._windows):
-            new = self._saved_at(index)
+        self._saved, self.has_judged = [*map(self._trimmed, saved)], False
+        empty = [self._trimmed({})] * len(self._windows)
+        for index, (old, new) in enumerate(zip(self._windows, [*self._saved, *empty], strict=False)):
             self._windows[index] = put(old, self._arrays_of(new, old.values)) if isinstance(old, SpikeState) else new
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rule, self.numbers())
 
 
-def checked_windows(saved: object) -> SavedWindows:
-    """Return the saved windows of a state dict; InvalidValueError or InvalidTypeError for others."""
-    windows: SavedWindows = []
-    for index, each in enumerate(_sequence("spikes", saved, "a list with a mapping for each optimizer")):
-        windows.append({})
-        for quantity, window in validation.mapping(f"spikes[{index}]", each).items():
-            windows[-1][quantity] = _checked_window(f"spikes[{index}][{quantity!r}]", window)
-    return windows
+def text_of_windows(windows: SavedWindows) -> str:
+    """Return windows as one value, however many there are."""
+    return json.dumps([{name: one._asdict() for name, one in each.items()} for each in windows])
 
 
-def _checked_window(name: str, saved: object) -> _SavedWindow:
+def windows_from(text: object) -> SavedWindows:
+    """Return the windows of a state dict; InvalidValueError or InvalidTypeError for another text than it has."""
+    return [
+        {
+            name: _window(f"spikes[{index}][{shown(name)}]", one)
+            for name, one in validation.mapping(f"spikes[{index}]", each).items()
+        }
+        for index, each in enumerate(validation.parse_list("spikes", text))
+    ]
+
+
+def _window(name: str, saved: object) -> Window:
     window, most = validation.mapping(name, saved), validation.LARGEST_FLOAT32
-    values = _sequence(f"{name}['values']", window.get("values"), "a list of numbers")
-    return _SavedWindow(
-        values=[validation.number(f"{name}['values']", each, at_least=-most, at_most=most) for each in values],
-        skipped=validation.integer(f"{name}['skipped']", window.get("skipped"), 0, validation.LARGEST_INT32),
+    values = window.get("values")
+    if not isinstance(values, list):
+        msg = f"{name}['values'] must be a list of numbers, got {shown(values)}"
+        raise InvalidTypeError(msg)
+    numbers = [validation.number(f"{name}['values']", each, at_least=-most, at_most=most) for each in values]
+    return Window(
+        (*numbers,), validation.integer(f"{name}['skipped']", window.get("skipped"), 0, validation.LARGEST_INT32)
     )
-
-
-def _sequence(name: str, value: object, expected: str) -> Sequence[object]:
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return value
-    msg = f"{name} must be {expected}, got {shown(value)}"
-    raise InvalidTypeError(msg)
 
 
 def _rounded(x: Array | float) -> Array | float:

@@ -641,8 +641,8 @@ class GradScaler:
         Keys: torch's five (``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``),
         so that torch's scalers can load it; ``version``, ``iteration``, the other trackers, and ``policy`` with every
         setting; ``counts``, and ``steps``, which ranks compare in their next message, so that each may load a state of
-        its own; with ``skip=`` also ``spikes``, the values of its windows, two host reads for each optimizer; and with
-        ``give_up_after=`` as text ``streaks``, the skipped steps in a row of each. They are in the order in which
+        its own; with ``skip=`` also ``spikes``, its windows as text, two host reads for each optimizer; and with
+        ``give_up_after=`` ``streaks`` as text, the skipped steps in a row of each. They are in the order in which
         optimizers were first judged and stepped, which must be the same after loading. Call it between
         iterations.
         """
@@ -652,6 +652,9 @@ class GradScaler:
         windows, streaks = None if guard is None else guard.numbers(), self._parts.tally.saved()
         # Counts are read first, and with them the verdicts that are late.
         iteration, counts = self._iteration, self.counts()
+        if self._parts.is_guard:
+            # The keys do not depend on how far a run has come.
+            counts.setdefault("dropped", 0)
         # Not those of this iteration that are skipped, which some ranks may leave out.
         steps = iteration.steps_before + sum(turn.is_made for turn in iteration.turns)
         return checkpoint.build(live.policy, live.numbers(), iteration.number, counts, steps, windows, streaks)

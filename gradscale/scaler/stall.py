@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gradscale.core import validation
 from gradscale.core.identity import Positions
-from gradscale.errors import InvalidValueError, TrainingStalledError, TrainingStalledWarning, shown, warn_caller
+from gradscale.errors import TrainingStalledError, TrainingStalledWarning, warn_caller
 from gradscale.scaler.reports import COUNTED, REASONS, StepReport
 
 WARN_AFTER = 50
@@ -77,19 +77,9 @@ def text_of(streaks: Iterable[SkipStreak]) -> str:
 
 def streaks_from(text: object) -> list[SkipStreak]:
     """Return the streaks of a state dict; InvalidValueError or InvalidTypeError for another text than it has."""
-    try:
-        saved = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        saved = None
-    if not isinstance(saved, list):
-        msg = f"streaks must be the text that state_dict() gives, got {shown(text)}"
-        raise InvalidValueError(msg)
-    most = validation.LARGEST_INT32
     return [
-        SkipStreak(
-            {name: validation.integer("streaks", count, 1, most) for name, count in each.items() if name in _CAUSES}
-        )
-        for each in [validation.mapping("streaks", one) for one in saved]
+        SkipStreak({name: validation.count("streaks", count, 1) for name, count in each.items() if name in _CAUSES})
+        for each in [validation.mapping("streaks", one) for one in validation.parse_list("streaks", text)]
     ]
 
 
@@ -120,7 +110,7 @@ class Tally:
     def restart(self, counts: Mapping[str, int], streaks: Sequence[SkipStreak] = ()) -> None:
         """Go on from saved counts, and streaks, which optimizers take over in the order of their first steps."""
         self.counts = {name: counts.get(name, 0) for name in self._names}
-        if _DROPPED in counts:
+        if counts.get(_DROPPED):
             self.counts[_DROPPED] = counts[_DROPPED]
         self._streaks = {position: streak for position, streak in enumerate(streaks) if streak.length}
         # The positions of those that new optimizers take over: not those of optimizers that are gone.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import pickle
 import random
@@ -511,7 +512,7 @@ def assert_step(program, loss, here: Left, row: list[float], stepped, saved, rep
     assert not program.by_optax or here.skipped == min(program.skipped + counts["overflow"] + counts["spike"], MOST)
     for position, name in enumerate(() if rule is None else rule.of):
         values, count, skipped = (field[position] for field in here.windows)
-        window = saved["spikes"][0][name] if saved["spikes"] else {"values": [], "skipped": 0}
+        window = json.loads(saved["spikes"])[0][name] if json.loads(saved["spikes"]) else {"values": [], "skipped": 0}
         assert (values[len(values) - count :].tolist(), skipped) == (window["values"], window["skipped"])
     updates = jax.tree.map(lambda x: np.full_like(x, -0.0), here.updates) if report.skipped else stepped[1]
     assert_same_bits((here.params, here.updates, here.inner), (stepped[0], updates, stepped[2]))

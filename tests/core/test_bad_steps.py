@@ -37,7 +37,44 @@ def test_a_shorter_window_goes_on_from_the_last_of_the_saved_values():
         iterate_plainly(scaler, Tree(), loss=loss)
     other.load_state_dict(scaler.state_dict())
     iterate_plainly(other, Tree(), loss=6.0)
-    assert other.state_dict()["spikes"][0]["loss"]["values"] == [3.0, 4.0, 5.0, 6.0]
+    assert json.loads(other.state_dict()["spikes"])[0]["loss"]["values"] == [3.0, 4.0, 5.0, 6.0]
+
+
+def test_what_is_loaded_at_the_limits_of_numbers_can_be_saved_and_loaded_again():
+    guard, optimizer, most = StepGuard(skip=RULE, give_up_after=9), Tree(), 2**63 - 1
+    windows = [{"loss": {"values": [1.0] * 1000, "skipped": 2**31 - 1}}] * 3
+    saved = guard.state_dict() | {
+        "iteration": most,
+        "steps": most,
+        "counts": dict.fromkeys(["taken", "overflow"], most),
+    }
+    saved |= {"spikes": json.dumps(windows), "streaks": json.dumps([{"overflow": most}])}
+    guard.load_state_dict(saved | {"_growth_tracker": 2**31 - 1})
+    for value in (1.0, math.nan):
+        assert max(len(one["loss"]["values"]) for one in json.loads(guard.state_dict()["spikes"])) == RULE.window
+        iterate_plainly(guard, optimizer, value)
+        guard.load_state_dict(guard.state_dict())
+    with pytest.raises(gradscale.StateDictError, match="iteration must be an integer from 1 to"):
+        guard.load_state_dict(saved | {"iteration": most + 1})
+
+
+def test_a_new_optimizer_collects_garbage_only_if_no_window_is_free():
+    collections: list[dict[str, int]] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            collections.append(info)
+
+    scaler = gradscale.GradScaler(skip=RULE)
+    gc.collect()
+    gc.disable()
+    gc.callbacks.append(note)
+    try:
+        reasons = [iterate_plainly(scaler, Tree(), loss=loss).reason for loss in (1.0, 1.0, 1.0, 1.0, 9.0)]
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+    assert (collections, reasons) == ([], ["stepped"] * 4 + ["spike"])
 
 
 def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle():
@@ -54,7 +91,7 @@ def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle(
     finally:
         gc.enable()
     assert reasons == ["stepped"] * 4 + ["spike"]
-    assert len(scaler.state_dict()["spikes"]) == 1
+    assert len(json.loads(scaler.state_dict()["spikes"])) == 1
 
 
 @pytest.mark.parametrize("answer", [False, (0, None), (True, None, None), (np.zeros(2),), [False], "no"], ids=str)
@@ -111,7 +148,7 @@ def test_the_state_of_a_scaler_of_float16_gives_counts_and_windows_and_no_scale(
     if is_met:
         iterate_plainly(guard, other, 1.0)
     guard.load_state_dict(saved)
-    held = guard.state_dict()
+    held, saved["counts"] = guard.state_dict(), {**saved["counts"], "dropped": 0}
     assert [held[name] == saved[name] for name in ("iteration", "counts", "spikes", "scale")] == [True] * 3 + [False]
     assert iterate_plainly(guard, other, 3.0, 1.0).reason == "stepped"
     assert (other.grads[0].tolist(), guard.get_scale()) == ([3.0] * 3, 1.0)

@@ -99,7 +99,7 @@ def test_a_step_that_fails_is_judged_once_by_its_loss():
         stepped(guard, optimizer, loss=3.0)
     optimizer.fails = False
     assert stepped(guard, optimizer, loss=3.0).reason == "stepped"
-    assert guard.state_dict()["spikes"][0]["loss"]["values"] == [3.0]
+    assert json.loads(guard.state_dict()["spikes"])[0]["loss"]["values"] == [3.0]
 
 
 # Whose batch it was.
@@ -145,7 +145,7 @@ def test_a_norm_is_judged_and_the_gradients_are_not_looked_at(arrays: Library):
             guard.step(optimizer, norm=given)
             report = guard.last_step(optimizer)
             assert (report.reason, report.norm) == (reason, norm if math.isfinite(norm) else math.inf)
-    assert (optimizer.steps, guard.state_dict()["spikes"][0]["norm"]["values"]) == (2, [1.0, 1.0])
+    assert (optimizer.steps, json.loads(guard.state_dict()["spikes"])[0]["norm"]["values"]) == (2, [1.0, 1.0])
 
 
 @pytest.mark.torch
@@ -180,7 +180,7 @@ def test_a_scaler_takes_the_norm_of_gradients_that_were_unscaled(arrays: Library
     scaler.update()
     assert (scaler.last_step(optimizer).reason, scaler.get_scale(), optimizer.steps) == ("overflow", 4.0, 0)
     # Both were of one loss for each step.
-    assert scaler.state_dict()["spikes"][0]["loss"]["values"] == []
+    assert json.loads(scaler.state_dict()["spikes"])[0]["loss"]["values"] == []
 
 
 @pytest.mark.parametrize("kind", ["guard", "scaler"])
@@ -314,7 +314,7 @@ def test_a_loss_serves_each_optimizer_and_enters_a_window_once():
         # It is no loss of a second step.
         with pytest.warns(UserWarning, match="found nothing in this step") if loss == 1.0 else contextlib.nullcontext():
             stepped(guard, first)
-    assert [window["loss"]["values"] for window in guard.state_dict()["spikes"]] == [[1.0, 2.0]] * 2
+    assert [window["loss"]["values"] for window in json.loads(guard.state_dict()["spikes"])] == [[1.0, 2.0]] * 2
 
 
 def test_a_loss_that_is_none_ends_the_one_before():
@@ -394,7 +394,7 @@ def test_a_rule_that_does_not_act_skips_nothing_and_counts_what_it_sees(arrays: 
     said = f"iteration 5: rank 0 saw a spike of its loss (here {own}batch 7); the rule has act=False"
     assert [record.message for record in caplog.records] == [said]
     # Its value was learned, as that of any step that is made.
-    assert guard.state_dict()["spikes"][0]["loss"]["values"] == pytest.approx(LOSSES)
+    assert json.loads(guard.state_dict()["spikes"])[0]["loss"]["values"] == pytest.approx(LOSSES)
     # It hides nothing else.
     optimizer.grads = [arrays.asarray([math.nan])]
     guard.step(optimizer, loss=9.0)

