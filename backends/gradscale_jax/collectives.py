@@ -158,13 +158,16 @@ def counted(verdict: Verdict, before: jax.Array, limits: list[int]) -> Verdict:
     """Return a verdict with the tally of the step before it and this step.
 
     Its elements are how many steps in a row were skipped, for an overflow, for a spike; how many in all were made, and
-    skipped for either; the bits of three scales, as a SkipStreak has them; and the two limits.
+    skipped for either; the first scale, the steps since it fell and the last one, as a SkipStreak has them, scales by
+    their bits; and the two limits.
     """
     taken, reasons, scale = verdict.taken, [verdict.nonfinite != 0, verdict.spike], verdict.highest[0]
     happened = jnp.stack([jnp.logical_not(taken), *reasons, taken, *reasons]).astype(jnp.int32)
     lasting = jnp.where(taken, np.asarray([0, 0, 0, 1, 1, 1], np.int32), 1) * before[:6]
     counts = jnp.minimum(lasting, validation.LARGEST_INT32 - happened) + happened
-    scales = jnp.stack([jnp.where(before[0] > 0, before[6], scale), before[8], scale])
+    is_first, most = before[0] == 0, validation.LARGEST_INT32
+    since_fall = jnp.where(is_first | (scale < before[8]), 0, jnp.minimum(before[7], most - 1) + 1)
+    scales = jnp.stack([jnp.where(is_first, scale, before[6]), since_fall, scale])
     return verdict._replace(tally=jnp.concatenate([counts, scales, np.asarray(limits, np.int32)]))
 
 
@@ -172,8 +175,8 @@ def _tell_of_stall(tally: jax.Array, params: object) -> None:
     """Warn of the longest of the rows in one or several tallies, or raise, if a limit says so."""
     length, overflow, spike, _, _, _, *scales, warn_after, give_up_after = max(tally.reshape(-1, 11).tolist())
     reasons = {name: count for name, count in (("overflow", overflow), ("spike", spike)) if count}
-    first, previous, last = map(validation.float32_from_bits, scales)
-    streak = SkipStreak(reasons, frozenset(), first, previous, last)
+    first, last = map(validation.float32_from_bits, scales[::2])
+    streak = SkipStreak(reasons, frozenset(), first, scales[1], last)
     if length >= give_up_after or (length >= warn_after and not streak.is_falling):
         strict = "All is judged by skip=, which may be too strict for what is usual here" if spike else ""
         minimum = None if streak.never_scales else 1.0

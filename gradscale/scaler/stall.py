@@ -13,6 +13,8 @@ from gradscale.errors import TrainingStalledError, TrainingStalledWarning, warn_
 from gradscale.scaler.reports import COUNTED, REASONS, StepReport
 
 WARN_AFTER = 50
+# A scale falls once in so many skipped steps, or oftener: the hysteresis of a policy.
+_SLOWEST_FALL = 8
 _SEEN, _DROPPED = "spikes seen", "dropped"
 _CAUSES: dict[str, str] = {words.name: words.cause for words in REASONS.values() if words.cause}
 
@@ -24,9 +26,11 @@ class SkipStreak(NamedTuple):
     """How many were skipped for each."""
     ranks: frozenset[int] = frozenset()
     first: float = 0.0
-    """The scale of the first step since the state was loaded, of the one before the last, and of the last."""
-    previous: float = 0.0
+    """The scale of the first step since the state was loaded."""
+    since_fall: int = 0
+    """How many steps ago the scale has fallen last."""
     last: float = 0.0
+    """The scale of the last step."""
     warned_at: int = 0
     """Its length when it was last warned of."""
 
@@ -41,7 +45,7 @@ class SkipStreak(NamedTuple):
             {**self.reasons, step.reason: self.reasons.get(step.reason, 0) + 1},
             self.ranks if step.by is None else self.ranks | {step.by},
             self.first or step.scale,
-            self.last,
+            0 if step.scale < self.last else self.since_fall + 1,
             step.scale,
             self.warned_at,
         )
@@ -49,7 +53,7 @@ class SkipStreak(NamedTuple):
     @property
     def is_falling(self) -> bool:
         """Whether the scale still falls, as a first one that is much too large may for long."""
-        return 1.0 < self.last < self.previous
+        return 1.0 < self.last < self.first and self.since_fall < _SLOWEST_FALL
 
     @property
     def never_scales(self) -> bool:

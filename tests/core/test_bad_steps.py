@@ -232,6 +232,16 @@ def test_an_optimizer_that_is_never_stepped_is_told_of_beside_one_that_is(kind: 
     scaler.update()
 
 
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_a_first_scale_that_still_falls_is_no_stall_but_one_that_has_ended_to_fall_is(hysteresis: int):
+    policy = gradscale.DynamicScale(init_scale=2.0**40, hysteresis=hysteresis, min_scale=2.0**10)
+    scaler = gradscale.GradScaler(policy=policy, warn_after=10)
+    run_two(scaler, math.inf, 1.0, times=30 * hysteresis)
+    assert scaler.get_scale() == 2.0**10
+    with pytest.warns(gradscale.TrainingStalledWarning, match=r"went from 1.09951e\+12 to 1024"):
+        run_two(scaler, math.inf, 1.0, times=10)
+
+
 def test_gradients_that_are_not_zeroed_after_a_skip_are_thought_of():
     said = "The loss is finite: see whether gradients are zeroed after a skipped step"
     for loss, is_said in ((1.0, True), (math.nan, False)):

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import gc
 import importlib
+import itertools
 import json
 import math
 import pickle
@@ -491,7 +492,7 @@ class Model:
             streak, most = self.streaks[position], self.settings["warn_after"]
             scales = streak.scales
             # As a first scale that is much too large does for long.
-            is_falling = len(scales) > 1 and 1.0 < scales[-1] < scales[-2]
+            is_falling = 1.0 < scales[-1] < scales[0] and any(a > b for a, b in itertools.pairwise(scales[-9:]))
             is_due = most is not None and len(streak) >= (10 * streak.warned_at or most) and not is_falling
             if gives_up or is_due:
                 break
