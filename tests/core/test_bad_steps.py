@@ -232,11 +232,13 @@ def test_an_optimizer_that_is_never_stepped_is_told_of_beside_one_that_is(kind: 
     scaler.update()
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2, 3])
-def test_a_first_scale_that_still_falls_is_no_stall_but_one_that_has_ended_to_fall_is(hysteresis: int):
-    policy = gradscale.DynamicScale(init_scale=2.0**40, hysteresis=hysteresis, min_scale=2.0**10)
+@pytest.mark.parametrize(("hysteresis", "times"), [(1, 30), (2, 60), (3, 90)])
+def test_a_first_scale_that_still_falls_is_no_stall_but_one_that_has_ended_to_fall_is(hysteresis: int, times: int):
+    policy = gradscale.DynamicScale(
+        init_scale=2.0**40, hysteresis=hysteresis, hysteresis_refill="backoff", min_scale=2.0**10
+    )
     scaler = gradscale.GradScaler(policy=policy, warn_after=10)
-    run_two(scaler, math.inf, 1.0, times=30 * hysteresis)
+    run_two(scaler, math.inf, 1.0, times=times)
     assert scaler.get_scale() == 2.0**10
     with pytest.warns(gradscale.TrainingStalledWarning, match=r"went from 1.09951e\+12 to 1024"):
         run_two(scaler, math.inf, 1.0, times=10)
