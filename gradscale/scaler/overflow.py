@@ -22,6 +22,7 @@ NO_GRADIENTS = (
 _SUBNORMAL_SHARE = 0.1
 _ZERO_SHARE = 0.99
 _LONGEST_NAME = 48
+TABLE_ROWS = 20
 _LISTED_RANKS = 8
 
 
@@ -136,14 +137,9 @@ class RankReport:
 
     def worst(self, limit: int) -> RankReport:
         """Return the report with at most so many entries."""
-        rest, broken = self.entries[limit:], self.broken or ()
-        nonfinite = sum(entry.nonfinite > 0 for entry in rest)
-        more = nonfinite, len(rest) - nonfinite, len(broken[limit:])
+        omitted = tuple(map(operator.add, self.omitted, _omitted(self, limit)))
         return dataclasses.replace(
-            self,
-            entries=self.entries[:limit],
-            broken=self.broken and broken[:limit],
-            omitted=tuple(map(operator.add, self.omitted, more)),
+            self, entries=self.entries[:limit], broken=self.broken and self.broken[:limit], omitted=omitted
         )
 
 
@@ -220,6 +216,18 @@ class OverflowReport:
             omitted_broken=of_broken,
         )
 
+    def worst(self, limit: int) -> OverflowReport:
+        """Return the report with at most so many entries, and as many broken arrays."""
+        nonfinite, finite, broken = _omitted(self, limit)
+        return dataclasses.replace(
+            self,
+            entries=self.entries[:limit],
+            broken=self.broken and self.broken[:limit],
+            omitted_nonfinite=self.omitted_nonfinite + nonfinite,
+            omitted_finite=self.omitted_finite + finite,
+            omitted_broken=self.omitted_broken + broken,
+        )
+
     @property
     def nonfinite(self) -> tuple[ParameterReport, ...]:
         """The entries with inf or NaN, the worst first."""
@@ -228,7 +236,7 @@ class OverflowReport:
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, limit: int = 20) -> str:
+    def table(self, limit: int = TABLE_ROWS) -> str:
         """Return the report as text of at most ``limit`` rows; InvalidTypeError, InvalidValueError for a bad limit."""
         shown = self.entries[: validation.integer("limit", limit, 0, validation.LARGEST_INT32)]
         bad = len(self.nonfinite) + self.omitted_nonfinite
@@ -255,6 +263,13 @@ class OverflowReport:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         broken = None if self.broken is None else [entry.to_dict() for entry in self.broken]
         return fields | {"entries": [entry.to_dict() for entry in self.entries], "broken": broken}
+
+
+def _omitted(report: RankReport | OverflowReport, limit: int) -> tuple[int, int, int]:
+    """Return how many entries with inf or NaN, finite ones and broken arrays a report has beyond a limit."""
+    rest = report.entries[limit:]
+    nonfinite = sum(entry.nonfinite > 0 for entry in rest)
+    return nonfinite, len(rest) - nonfinite, len((report.broken or ())[limit:])
 
 
 def _beginning(entries: Sequence[ParameterReport]) -> str:

@@ -15,7 +15,7 @@ from gradscale.errors import (
 )
 from gradscale.scaler.claim import HELD, Reason, Verdict
 from gradscale.scaler.inputs import Batch
-from gradscale.scaler.overflow import OverflowReport
+from gradscale.scaler.overflow import TABLE_ROWS, OverflowReport
 from gradscale.scaler.verdict import Pending
 
 
@@ -229,7 +229,9 @@ class Reports:
             self._last.put(optimizer, report)
         if report.reason in ("disabled", "no gradients"):
             return
-        self._history.append(report)
+        # Whole tables of a large model would be hundreds of MiB.
+        overflow = report.overflow and report.overflow.worst(TABLE_ROWS)
+        self._history.append(report if overflow is None else report._replace(overflow=overflow))
         if report.skipped and self.on_skip and rank is not None:
             _call(self.on_skip, report, rank())
 

@@ -493,7 +493,8 @@ class GradScaler:
         """The reports of the last steps of all optimizers, oldest first; ``history_size`` of them at most.
 
         No host read beyond those that the steps made; steps that a fused optimizer has judged on a device are read
-        now. Copies and pickles of a scaler begin with none.
+        now. Of the table of an overflow they keep the 20 worst rows, and ``last_step`` all. Copies and pickles of a
+        scaler begin with none.
         """
         return self._parts.reports.history
 
