@@ -4,6 +4,7 @@ import axes
 import numpy as np
 import pytest
 from libraries import Library
+from worlds import ThreadWorld, agree, each
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,19 @@ def test_a_required_library_that_is_missing_fails_instead_of_skipping(monkeypatc
             axes.require("strict")
     finally:
         axes._missing.cache_clear()
+
+
+@pytest.mark.parametrize("compare", [each, agree])
+@pytest.mark.parametrize("cases", [[], iter(())], ids=["list", "iterator"])
+def test_ranks_that_compare_nothing_are_an_error(compare, cases):
+    with pytest.raises(ValueError, match="at least one case of rank, got none"):
+        compare(ThreadWorld(2), rank, cases)
+
+
+def rank(group) -> int:
+    return int(group.rank)
+
+
+def test_ranks_that_return_other_things_are_told():
+    with pytest.raises(AssertionError, match=r"\[0, 1\]"):
+        agree(ThreadWorld(2), rank, [()])

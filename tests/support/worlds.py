@@ -248,8 +248,14 @@ def serve(folder: Path, group, rank: int, size: int, task: bytes):
 
 
 def each(world: World, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]):
-    """Run a scenario's cases; each with what the ranks returned, after asserting that none has raised."""
+    """Run a scenario's cases; each with what the ranks returned, after asserting that none has raised.
+
+    ValueError without a case, which would show nothing.
+    """
     cases = list(cases)
+    if not cases:
+        msg = f"each() and agree() need at least one case of {scenario.__name__}, got none"
+        raise ValueError(msg)
     found = list(zip(cases, world.run_each(scenario, cases), strict=True))
     for case, results in found:
         assert not _has_failed(results), (case, results)
