@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,32 @@ def test_a_random_life_alone_is_the_models(seed: int, library: str):
 def test_a_random_life_is_the_models_on_every_rank(world, library: str):
     require(library)
     agree(world, lives.live, [(examples(2_000) if isinstance(world, ThreadWorld) else 2_000, 7, library)])
+
+
+STEPPED = gradscale.StepReport(False, 4.0, 0, "stepped", 1)
+UPDATED = gradscale.UpdateReport(1, 4.0, False, 0, (STEPPED,), 4.0, {"taken": 1, "overflow": 0})
+OTHER = UPDATED._replace(steps=(STEPPED._replace(reason="spike"),))
+FIRST = {
+    "counts": (UPDATED, UPDATED._replace(counts={"taken": 0}), "^told, counts: {.*} of the scaler, {'taken': 0} of"),
+    "reports": ([UPDATED], [OTHER], "^told, 0, steps, 0, reason: 'stepped' .* 'spike' .*goes before a refusal"),
+    "types": ({"scale": 4.0}, {"scale": 4}, "^told, scale: 4.0 of the scaler, 4 of the model .*one update"),
+    "keys": ({"scale": 4.0}, {"steps": 4.0}, "^told: {'scale': 4.0} of the scaler, {'steps': 4.0} of the model$"),
+    "lengths": ([1.0], [1.0, 2.0], r"^told: \[1.0\] of the scaler, \[1.0, 2.0\] of the model$"),
+}
+
+
+@pytest.mark.parametrize(("found", "expected", "said"), FIRST.values(), ids=FIRST)
+def test_the_first_difference_from_the_model_is_told_by_its_rule(found: Any, expected: Any, said: str):
+    assert re.search(said, lives.difference(found, expected, "told"))
+
+
+def test_a_life_that_differs_says_in_what_and_what_came_before(monkeypatch: pytest.MonkeyPatch):
+    saved = gradscale.GradScaler.state_dict
+    monkeypatch.setattr(gradscale.GradScaler, "state_dict", lambda scaler: saved(scaler) | {"iteration": 99})
+    said = r"^the saved state, iteration: 99 of the scaler, \d+ of the model \(one more after each update"
+    with pytest.raises(AssertionError, match=said) as caught:
+        lives.live(None, 2_000, 1)
+    assert "rank 0 of 1: [" in caught.value.__notes__[0]
 
 
 TORCHS = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 5}

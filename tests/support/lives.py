@@ -613,6 +613,47 @@ def with_norms_of(found: Any, expected: Any, *, knows_losses: bool = True) -> An
     return found._replace(norm=expected.norm) if is_close else found
 
 
+# The rule behind what is compared, by its name.
+WORDS = {
+    **dict.fromkeys(("scale", "new_scale"), "one update for an iteration: back off if any step overflowed, else count"),
+    **dict.fromkeys(("_growth_tracker", "_overflow_tracker", "_rescale_tracker"), "as the policy's pure update has it"),
+    **dict.fromkeys(
+        ("taken", "overflow", "spike", "refused", "spikes seen"), "each step once, at update, by its reason"
+    ),
+    "reason": "an overflow goes before a refusal, that before a spike; all ranks skip together",
+    "by": "of the ranks that saw the reason the one with the worst loss, and of these the lowest",
+    "by_loss": "whether the loss of that rank is the cause",
+    "rank": "this rank, if it saw the cause itself",
+    "local_nonfinite": "how many gradients of this rank are not finite",
+    "norm": "of the gradients before they are clipped",
+    "loss": "the mean of this rank's losses up to this optimizer",
+    "retries": "how often the closure was evaluated again at a lower scale",
+    "skipped": "a report: whether the step was skipped; a window: its spikes in a row",
+    "values": "a window learns from steps that are made, and from spikes if its rule says so",
+    "streaks": "steps skipped in a row; one that is made ends them, a refusal neither counts nor ends",
+    "iteration": "one more after each update; a load goes on with the saved one",
+    "steps": "those made since the scaler joined its groups or loaded a state",
+    "gradient": "divided once, by the scale that made it, and clipped by the norm of all",
+}
+
+
+def difference(found: Any, expected: Any, what: str) -> str:
+    """Say in what a scaler first differs from the model, and by which rule."""
+    mine, models = _parts_of(found), _parts_of(expected)
+    for name in models if [*mine] == [*models] else ():
+        if repr(mine[name]) != repr(models[name]):
+            return difference(mine[name], models[name], f"{what}, {name}")
+    rule = WORDS.get(what.rpartition(", ")[2])
+    return f"{what}: {found!r} of the scaler, {expected!r} of the model" + (f" ({rule})" if rule else "")
+
+
+def _parts_of(x: Any) -> dict[Any, Any]:
+    """Return what a container holds by its names or positions."""
+    if isinstance(x, (list, tuple)):
+        return dict(zip(getattr(x, "_fields", range(len(x))), x, strict=True))
+    return x if isinstance(x, dict) else {}
+
+
 def rounded(x: float) -> float:
     """Return the nearest float32."""
     return float(np.float32(x))
@@ -784,7 +825,8 @@ class _Life:
         self.expected = []
 
     def require_told(self, reports: list[Any]):
-        self.require((self.told, self.told_everywhere), (reports * (self.rank == 0), reports))
+        self.require(self.told, reports * (self.rank == 0), "what callbacks of rank 0 are told")
+        self.require(self.told_everywhere, reports, "what callbacks of every rank are told")
         self.failure = None
 
     def speaks(self, text: str):
@@ -805,22 +847,23 @@ class _Life:
         if compares:
             found, expected = self.scaler.state_dict(), self.model.saved()
             # In the same order, and of plain types.
-            self.require(repr(found), repr(expected))
+            assert repr(found) == repr(expected), difference(found, expected, "the saved state")
             getters = [getattr(self.scaler, f"get_{name}")() for name in ("scale", *FACTORS)]
-            self.require(repr(getters), repr([*expected.values()][:4]))
-            self.require(self.scaler.history, list(self.model.history))
+            self.require(repr(getters), repr([*expected.values()][:4]), "what get_scale() and the like return")
+            self.require(self.scaler.history, list(self.model.history), "history")
             self.scaler.history.clear()
         for k, optimizer in enumerate(self.optimizers):
             expected, (found,) = self.model.gradients[k][self.rank], optimizer.grads
-            assert (found is None) == (expected is None)
-            if expected is not None:
+            is_close = found is expected is None
+            if found is not None and expected is not None:
                 is_close = math.isclose(float(found[0]), expected, rel_tol=2e-6, abs_tol=1e-37)
-                assert is_close or (math.isnan(found[0]) and math.isnan(expected)), (found, expected)
+                is_close = is_close or (math.isnan(found[0]) and math.isnan(expected))
+            assert is_close, difference(found, expected, f"optimizer {k}, gradient")
 
-    def require(self, found, expected):
+    def require(self, found, expected, what: str):
         # The host does not see the losses of another library, but where it reads them with the verdict.
         found = with_norms_of(found, expected, knows_losses=self.library != "strict")
-        assert found == expected, (found, expected)
+        assert found == expected, difference(found, expected, f"{self.story[-1]}: {what}")
 
     def raises(self, call: Callable[[], Any], *said: str, kind: type[BaseException] = gradscale.CallOrderError):
         """Assert that a call is an error that says these texts, one of order if nothing else is said."""
@@ -882,7 +925,7 @@ class _Life:
         assert (found is outputs) or not self.keeps_one or isinstance(outputs, list), outputs
         factor = self.model.scale
         if outputs is five:
-            self.require(float(found), rounded(5.0 * factor))
+            self.require(float(found), rounded(5.0 * factor), "what scale(5.0) returns")
         self.model.scaled(losses if is_loss else None)
         if loss is False and (self.model.is_judged or not self.model.losses):
             # Nothing is judged on purpose.
@@ -1007,7 +1050,7 @@ class _Life:
                     ends = self.outcome(lambda: self.scaler.step(optimizer), None)
                 else:
                     self.raises(lambda: self.scaler.step(optimizer), said)
-            self.require(self.scaler.last_step(optimizer), report)
+            self.require(self.scaler.last_step(optimizer), report, "last_step()")
             # Others may have waited for it.
             self.require_told(self.ended(*ends) if self.is_guard and self.model.is_over else [])
             return
@@ -1039,15 +1082,15 @@ class _Life:
             elif ends:
                 raises, stalls = self.outcome(call, answer or "moved" if is_called else None)
             else:
-                self.require(call(), answer or "moved" if is_called else None)
-        self.require(self.scaler.last_step(optimizer), report)
+                self.require(call(), answer or "moved" if is_called else None, "what step() returns")
+        self.require(self.scaler.last_step(optimizer), report, "last_step()")
         if self.settings["max_norm"] is not None:
             self.take_over(k)
             norm, turn = self.scaler.last_step(optimizer).norm, self.model.turns[k]
             if norm and turn.norm and math.isclose(norm, turn.norm, rel_tol=2e-6):
                 # It is exact for what the gradients are, which have drifted away from the model's.
                 turn.found = [found and {**found, "norm": norm} for found in turn.found]
-        self.require(optimizer.steps, before + (is_called and answer is None))
+        self.require(optimizer.steps, before + (is_called and answer is None), "steps that the optimizer has made")
         told: list[Any] = [report] if report.skipped else []
         if ends and not fails:
             self.take_over(k)
@@ -1063,8 +1106,9 @@ class _Life:
         """Assert that a guard's step has ended its iteration as the model says; return what is told."""
         update, kind, said = self.model.end_in_step(self.failure)
         self.counts["step ends" if kind is None else kind.__name__] += 1
-        self.require([type(one) for one in raises + stalls], [kind] * (kind is not None))
-        self.require([text in str(one) for one in raises + stalls for text in said], [True] * len(said))
+        self.require([type(one) for one in raises + stalls], [kind] * (kind is not None), "how it ends")
+        found = [text if text in str(one) else str(one) for one in raises + stalls for text in said]
+        self.require(found, [*said], "what its end says")
         return [update]
 
     def outcome(self, call: Callable[[], Any], expected: Any) -> tuple[list[BaseException], list[Warning]]:
@@ -1072,7 +1116,7 @@ class _Life:
         raises: list[BaseException] = []
         with warnings.catch_warnings(record=True) if self.group is None else contextlib.nullcontext() as caught:
             try:
-                self.require(call(), expected)
+                self.require(call(), expected, "what step() returns")
             except (gradscale.TrainingStalledError, OSError, KeyboardInterrupt) as error:
                 raises.append(error)
         stalls = [one.message for one in caught or () if one.category is gradscale.TrainingStalledWarning]
@@ -1121,7 +1165,7 @@ class _Life:
         optimizer.fails = ends == "steps" and self.chance.random() < 0.1
         if ends == "fails" or optimizer.fails:
             self.raises(call, kind=MemoryError)
-            self.require(seen, plan.expected)
+            self.require(seen, plan.expected, "the scales that the closure has seen")
             if ends == "fails":
                 said = "a closure of this optimizer has failed", "or end the iteration with update(get_scale())"
                 for refused in (self.scaler.unscale_, self.scaler.step):
@@ -1138,7 +1182,7 @@ class _Life:
         else:
             self.made(k, answer, call, plan.retries)
         self.take_over(k)
-        self.require(seen, plan.expected)
+        self.require(seen, plan.expected, "the scales that the closure has seen")
 
     def update(self):
         # A step that is left out after unscale_ counts all the same.
@@ -1181,7 +1225,8 @@ class _Life:
         if kind is gradscale.TrainingStalledWarning:
             with pytest.warns(kind) as warned:
                 call()
-            self.require([text in str(warned[0].message) for text in said], [True] * len(said))
+            text = str(warned[0].message)
+            self.require([one if one in text else text for one in said], [*said], "what its warning says")
             self.speaks(str(warned[0].message))
         elif kind is not None:
             self.raises(call, *said, kind=kind)
@@ -1212,7 +1257,8 @@ class _Life:
                 self.raises(lambda: copies[how](self.scaler), "the middle of iteration")
                 return
             made = copies[how](self.scaler)
-            self.require((repr(made), made.on_skip, made.on_update, made.history), (repr(self.scaler), None, None, []))
+            kept = repr(made), made.on_skip, made.on_update, made.history
+            self.require(kept, (repr(self.scaler), None, None, []), "the copy")
             # What becomes of the original is not the copy's.
             self.scaler.load_state_dict(FOREIGN)
             made.on_skip, made.on_update, self.scaler = self.callbacks(), self.callbacks(), made
