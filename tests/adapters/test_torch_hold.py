@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from axes_torch import GradScaler, StepGuard, torch
+from small_torch import assert_same
 
 import gradscale
 from gradscale import InvalidTypeError
@@ -78,6 +79,63 @@ def test_a_bad_batch_leaves_no_trace_in_the_weights_and_the_buffers(kind: str, b
 
 def test_the_buffers_of_a_compiled_model_are_held():
     assert equal(trained("plain", math.nan, compiled=True), trained("plain", None))
+
+
+@pytest.mark.parametrize("bad", [math.nan, 1e4], ids=["nan", "spike"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_average_of_the_weights_and_a_schedule_beside_hold_are_those_of_a_run_without_the_bad_batch(
+    kind, bad: float
+):
+    ended = []
+    for skipped in ((), BAD):
+        model = normed()
+        optimizer, guard = OPTIMIZERS[kind](model.parameters()), StepGuard(skip=RULE, max_norm=50.0, hold=model)
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        for index, x in enumerate(batches(12)):
+            if index in skipped:
+                continue
+            factor = bad if index in BAD else 1.0
+            loss = model(x * factor).square().mean() * (1e3 if index in BAD else 1.0)
+            loss.backward()
+            guard.step(optimizer, loss=loss, batch=index)
+            guard.step_schedule(optimizer, schedule)
+            if not guard.last_step(optimizer).skipped:
+                average.update_parameters(model)
+            optimizer.zero_grad()
+        assert guard.counts()["taken"] == 10
+        rates = torch.tensor([schedule.last_epoch, *schedule.get_last_lr()])
+        ended.append(model.state_dict() | average.state_dict(prefix="average.") | {"rates": rates})
+    assert equal(*ended)
+
+
+@pytest.mark.parametrize("is_loaded_first", [True, False], ids=["model, guard", "guard, model"])
+@pytest.mark.parametrize("last", BAD)
+def test_a_run_that_was_saved_right_after_a_bad_step_goes_on_as_if_it_was_not(last: int, is_loaded_first: bool):
+    def begun() -> list[Any]:
+        model = normed()
+        return [model, torch.optim.AdamW(model.parameters()), StepGuard(skip=RULE, hold=model)]
+
+    def train(model, optimizer, guard, indices) -> list[Any]:
+        for index in indices:
+            loss = model(batches(12)[index]).square().mean() * (math.nan if index in BAD else 1.0)
+            loss.backward()
+            guard.step(optimizer, loss=loss)
+            assert guard.last_step(optimizer).skipped == (index in BAD)
+            optimizer.zero_grad()
+        return [one.state_dict() for one in (model, optimizer, guard)]
+
+    # The first step after it is bad, too.
+    order = [0, 1, 2, 3, 4, 5, *BAD, 7, 9]
+    file, at = io.BytesIO(), order.index(last) + 1
+    torch.save(train(*begun(), order[:at]), file)
+    file.seek(0)
+    resumed, saved = begun(), torch.load(file)
+    for one, state in [*zip(resumed, saved, strict=True)][:: 1 if is_loaded_first else -1]:
+        one.load_state_dict(state)
+    assert_same(train(*resumed, order[at:]), train(*begun(), order))
 
 
 def stepped(guard: GradScaler, optimizer: torch.optim.Optimizer, model: nn.Module, x: Any) -> bool:
