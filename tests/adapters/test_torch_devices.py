@@ -425,6 +425,19 @@ def test_a_backoff_factor_that_was_in_force_counts_for_the_scale_that_may_be_the
     assert (run.held, run.report.skipped, run.report.scale) == ([[1.0] * 5], True, 0.5)
 
 
+@pytest.mark.parametrize("is_made", [False, True], ids=["before the state", "after"])
+def test_a_backoff_factor_that_is_set_counts_for_the_scale_that_may_be_there(is_made: bool):
+    run = run_on(GradScaler("cuda", init_scale=4.0, backoff_factor=0.9), "AdamW-fused", "cuda")
+    if is_made:
+        run.iterate(math.inf)
+        run.scaler.update(4.0)
+    run.scaler.set_backoff_factor(0.125)
+    run.iterate(math.inf)
+    run.put(3e38)
+    run.step()
+    assert (run.held, run.report.skipped, run.report.scale) == ([[1.0] * 5], True, 0.5)
+
+
 @pytest.mark.parametrize("groups", [0, 2])
 def test_a_scale_that_replays_alone_have_lowered_lets_no_gradient_overflow_that_is_divided_by_it(cuda, groups: int):
     policy = gradscale.DynamicScale(init_scale=4.0, min_scale=0.25)

@@ -313,6 +313,17 @@ def test_settings_are_told_apart_and_equal_ones_are_not_in_any_process():
         assert len({claims.identify(made(one)) for one in equal}) == 1, equal
 
 
+def test_a_kind_of_the_program_is_one_setting_in_a_process_that_it_has_spawned():
+    """Its module is ``__main__`` here, and ``__mp_main__`` there."""
+    found = {}
+    for module in ("__main__", "__mp_main__", "elsewhere"):
+        kind, other = enum.Enum("Kind", "A B", module=module), type("Kind", (), {"__module__": module})
+        settings = {"enumeration": kind.A, "class": other, "nested": ((other, kind.A), Schedule(kind.A))}
+        found[module] = {name: claims.identify(made(setting)) for name, setting in settings.items()}
+    assert found["__main__"] == found["__mp_main__"]
+    assert not {*found["__main__"].values()} & {*found["elsewhere"].values()}
+
+
 def endless():
     """Return a setting that holds itself."""
     found = Schedule()

@@ -121,6 +121,32 @@ def test_a_norm_that_overflows_alone_is_an_overflow_of_the_ranks_whose_parts_do(
     assert run_ranks(2, train) == [(1, int(rank in bad_ranks), bad_ranks[0]) for rank in range(2)]
 
 
+# What clips or is judged, of a scaler and in which call, by the value of each rank; one rank alone may give it.
+@pytest.mark.numpy
+@pytest.mark.parametrize("how", ["constructor", "unscale_", "norm", "loss", "lone norm", "lone loss"])
+@pytest.mark.parametrize("bad_rank", range(3))
+def test_an_overflow_of_one_rank_beside_norms_that_differ_is_one_of_all_and_no_difference(bad_rank: int, how: str):
+    def train(group) -> tuple[str, int | None, float]:
+        clip = {"max_norm": 9.0, "norm_over": "rank"}
+        scaler = ShardedGradScaler(group=group, init_scale=1.0, **clip if how == "constructor" else {})
+        value = math.inf if group.rank == bad_rank else 1.0 + group.rank
+        scaler.scale(np.float32(1.0))
+        optimizer = Tree([np.float32([value])])
+        if how == "unscale_":
+            scaler.unscale_(optimizer, **clip)
+        elif "norm" in how:
+            scaler.unscale_(optimizer)
+        is_given = how in ("norm", "loss") or ("lone" in how and group.rank == (bad_rank + 1) % 3)
+        # The loss of the rank that overflows is fine.
+        inputs = {"norm": value} if "norm" in how else {"loss": 1.0 + group.rank}
+        scaler.step(optimizer, **inputs if is_given else {})
+        scaler.update()
+        report = scaler.last_step(optimizer)
+        return report.reason, report.by, scaler.get_scale()
+
+    assert run_ranks(3, train) == [("overflow", bad_rank, 0.5)] * 3
+
+
 @pytest.mark.parametrize("total", [0.0, 1e-30, 1.0, 1.7, 3e20, 3.4e38, 1e40, math.inf, math.nan])
 def test_a_norm_that_the_host_has_clips_alike_in_every_library(arrays: Library, total: float):
     like, flag = arrays.asarray(1.0), arrays.asarray(0, "int32")

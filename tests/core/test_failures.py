@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from libraries import Library
 from optimizers import Tree, iterate, iterate_plainly
-from scenarios import grid_of_threads
+from scenarios import Alone, grid_of_threads
 
 import gradscale
 from gradscale import BackendError, CallOrderError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler
 from gradscale.core.backend import Backend
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32
 from gradscale.policies.spikes import judge_number
+from gradscale.scaler import claim as claims
 from gradscale.scaler import guard as guards
 from gradscale.scaler.agreement import Agreement
 from gradscale.testing import run_ranks
@@ -74,6 +75,58 @@ def test_a_message_that_is_lost_ends_the_iteration_and_the_scaler_can_be_given_a
     run_ranks(1, scaler.set_group)
     scaler.load_state_dict(scaler.state_dict())
     scaler.step(begin(scaler))
+
+
+class Interrupting(Alone):
+    """A group in which Ctrl-C comes in the start of the first message of some length; versions are 4 numbers."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def start_max(self, x):
+        if len(x) == self.length:
+            self.length = 0
+            raise KeyboardInterrupt
+        return super().start_max(x)
+
+
+@pytest.mark.parametrize("length", [4, claims.LENGTH], ids=["versions", "step"])
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "second group"])
+def test_a_group_in_which_ctrl_c_came_in_the_start_of_a_message_is_not_used_again_after_a_load(
+    others: int, length: int
+):
+    groups = [*(Alone() for _ in range(others)), Interrupting(length)]
+    scaler = ShardedGradScaler(group=groups, init_scale=1024.0)
+    optimizer = begin(scaler)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    said = "KeyboardInterrupt has interrupted the start of an agreement"
+    with pytest.raises(BackendError, match=said):
+        scaler.step(optimizer)
+    for _ in range(2):
+        scaler.load_state_dict(scaler.state_dict())
+        with pytest.raises(BackendError, match=rf"group was lost before, .*set_group.*{said}"):
+            scaler.step(begin(scaler))
+    scaler.set_group(Alone())
+    optimizer = begin(scaler)
+    scaler.step(optimizer)
+    assert optimizer.steps == 1
+
+
+def test_ranks_that_have_stepped_alone_unequally_can_join():
+    def rank(group) -> list[Any]:
+        guard, trees = gradscale.StepGuard(), [Tree() for _ in range(1 + group.rank)]
+        for tree in trees:
+            tree.grads = [np.ones(1, np.float32)]
+            guard.unscale_(tree)
+        for tree in trees:
+            guard.step(tree)
+        alone = guard.state_dict()["steps"]
+        guard.set_group(group)
+        guard.step(trees[0])
+        return [alone, guard.last_step(trees[0]).reason, guard.state_dict()["steps"]]
+
+    assert run_ranks(3, rank) == [[alone, "stepped", 1] for alone in (1, 2, 3)]
 
 
 def test_gradients_that_were_partly_unscaled_are_not_unscaled_again():

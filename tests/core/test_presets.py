@@ -40,6 +40,30 @@ def test_each_preset_has_the_defaults_of_its_system():
     assert presets.torch() == DynamicScale() == DynamicScale(growth_factor=2.0, backoff_factor=0.5, hysteresis=1)
 
 
+# The least and the greatest scale; whoever has no bounds ends at the last power of two that float32 has.
+BOUNDS = {
+    (2.0**-126, 2.0**127): "apex_hysteresis colossalai keras paddle torch",
+    (2.0**-126, 2.0**24): "apex",
+    (2.0**-126, LARGEST): "flax guided_diffusion",
+    (2.0**-13, 2.0**127): "fairseq",
+    (1.0, 2.0**127): "deepspeed deepspeed_stage0 jmp megatron mindspore paddle_static",
+    (1.0, 65504.0): "chainer mpx",
+}
+
+
+def test_each_preset_ends_at_the_bounds_of_its_system():
+    assert sorted(" ".join(BOUNDS.values()).split()) == ALL
+    for bounds, names in BOUNDS.items():
+        for name in names.split():
+            rule, ends = presets.named(name, growth_interval=1), []
+            for overflow in np.int32([[1], [0]]):
+                state = rule.init(np.float32(0.0))
+                for _ in range(260):
+                    state = rule.update(state, nonfinite=overflow.reshape(()))
+                ends.append(float(state.scale))
+            assert tuple(ends) == bounds, name
+
+
 def test_an_unknown_name_is_refused_with_the_nearest_and_all_others_and_so_is_a_setting_that_a_preset_has_not():
     for name, said in (("megatrn", "did you mean 'megatron'"), ("Torch", "'torch'"), ("", "mpx")):
         with pytest.raises(InvalidValueError, match=f"got {name!r}.*{said}") as error:

@@ -261,6 +261,13 @@ def test_a_wait_of_more_than_a_minute_is_told_once_on_the_log(
     assert all((record.name, record.levelname) == ("gradscale", "WARNING") for record in caplog.records)
 
 
+@pytest.mark.parametrize("timeout", [59.0, 60.0, 61.0, 100.0, 1800.0])
+def test_a_wait_for_nobody_ends_when_its_time_is_over_also_above_a_minute(clock: Clock, timeout: float):
+    with pytest.raises(CollectiveTimeoutError, match=rf"waited {timeout:g} s for a letter"):
+        wait_on(Courier(), timeout).until(lambda: False, "a letter", longest_pause=0.4)
+    assert timeout <= clock.now < timeout + 1.0
+
+
 def test_ranks_that_are_threads_say_that_they_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(waiting, "_SILENT", 0.05)
     has_told = threading.Event()

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import json
 import math
 import os
@@ -279,6 +280,32 @@ for call in (lambda: scaler.step(optimizers[1]), lambda: scaler.step(optimizers[
 assert [optimizer.steps for optimizer in optimizers] == [1, 0, 0]
 sys.stdout.write("survived\\n")
 """
+LOST = """
+import numpy as np
+from mpi4py import MPI
+import gradscale
+from scenarios import SGD, raised
+
+class Counting(MPI.Intracomm):
+    fails = freed = 0
+
+    def Iallreduce(self, *args, **options):
+        if Counting.fails:
+            raise KeyboardInterrupt
+        return super().Iallreduce(*args, **options)
+
+    def Free(self):
+        Counting.freed += 1
+        super().Free()
+
+# The user's own, and the duplicate of a scaler unless a rank may never come to free it.
+for Counting.fails, freed in ((0, 2), (1, 1)):
+    comm, Counting.freed = Counting(MPI.COMM_SELF.Dup()), 0
+    guard, optimizer = gradscale.StepGuard(group=comm, timeout=20.0), SGD([np.ones(1, np.float32)])
+    raised(KeyboardInterrupt, lambda: guard.step(optimizer)) if Counting.fails else guard.step(optimizer)
+    comm.Free()
+    assert (Counting.freed, optimizer.steps) == (freed, 1 - Counting.fails)
+"""
 ENVIRONMENT = mpi_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -291,6 +318,13 @@ def test_without_mpi_a_scaler_is_refused_and_the_process_lives(size: int | None,
     completed = ran(*command, **ENVIRONMENT)
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.split() == ["survived"] * (size or 1)
+
+
+@mpi_only
+@pytest.mark.tier("quick")
+def test_a_communicator_that_was_given_up_is_not_freed():
+    completed = ran(sys.executable, "-c", LOST, **ENVIRONMENT)
+    assert completed.returncode == 0, completed.stderr
 
 
 # Over torch.
@@ -418,6 +452,30 @@ def late_member_of_a_mesh(group, late_rank: int, folder: str):
 @torch_only
 def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_may_try_again(tmp_path: Path):
     agree(GlooWorld(3), late_member_of_a_mesh, [(1, str(tmp_path))])
+
+
+@torch_only
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("ends", ["timeout", "Ctrl-C"])
+def test_a_construction_over_a_mesh_that_has_ended_alone_is_no_meeting(ends: str, monkeypatch: pytest.MonkeyPatch):
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    # The other ranks never come, and the groups of the mesh itself wait for none.
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3)
+    try:
+        mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "b"))
+        for is_last in (False, False, True):
+            with monkeypatch.context() as patch:
+                if ends == "Ctrl-C" and not is_last:
+                    patch.setattr(time, "sleep", interrupt)
+                kind = gradscale.CollectiveTimeoutError if is_last or ends == "timeout" else KeyboardInterrupt
+                with pytest.raises(kind):
+                    gradscale.ShardedGradScaler(group=mesh, timeout=0.1)
+    finally:
+        dist.destroy_process_group()
+
+
+def interrupt(_: float):
+    raise KeyboardInterrupt
 
 
 @torch_only

@@ -17,6 +17,7 @@ from axes_torch import GradScaler, ShardedGradScaler, StepGuard, TorchScaler, to
 from interrupts import interrupted_anywhere
 from small_torch import Small, assert_same
 from tiers import later
+from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -206,6 +207,36 @@ def test_refusals_and_overflows_count_beside_the_verdicts_of_frameworks():
     assert (runs[0].held, scaler.get_scale()) == ([[0.0, 0.0]], 2.0)
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
+@pytest.mark.parametrize("is_refused_first", [True, False], ids=["before unscale_", "after"])
+@late_or_not
+@pytest.mark.usefixtures("late")
+def test_a_step_whose_overflow_a_framework_overrules_is_still_refused(is_refused_first: bool, optimizer: str):
+    run = Small(GradScaler("cpu", init_scale=4.0), optimizer)
+    run.give(math.inf)
+    calls = [run.scaler.refuse, run.scaler.unscale_]
+    for call in calls if is_refused_first else calls[::-1]:
+        call(run.optimizer)
+    for flag in run.scaler._found_inf_per_device(run.optimizer).values():
+        flag.zero_()
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert (run.report.reason, run.held, run.scaler.get_scale()) == ("refused", [[0.0, 0.0]], 4.0)
+
+
+@pytest.mark.parametrize("gradient", [1.0, math.inf])
+def test_an_update_tells_of_a_skip_that_a_framework_has_made_by_itself(gradient: float):
+    told: list[gradscale.UpdateReport] = []
+    run = Small(GradScaler("cpu", init_scale=4.0, on_update=told.append))
+    run.give(gradient)
+    run.scaler.unscale_(run.optimizer)
+    run.scaler._per_optimizer_states[id(run.optimizer)]["stage"] = OptState.STEPPED
+    run.scaler.update()
+    is_bad = math.isinf(gradient)
+    assert [(one.skipped, one.steps, one.scale) for one in told] == [(is_bad, (), 4.0)]
+    assert run.scaler.get_scale() == (2.0 if is_bad else 4.0)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_refused_step_of_an_optimizer_that_judges_by_itself_is_not_made_and_over_a_group_an_error():
     def refused(group=None):
@@ -365,6 +396,38 @@ def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_
     assert plain.get_scale() == 32.0
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
+@pytest.mark.parametrize("make", [GradScaler, sharded])
+@late_or_not
+@pytest.mark.usefixtures("late")
+def test_gradients_that_were_scaled_before_a_load_are_divided_by_the_state_that_made_them(make, optimizer: str):
+    run = Small(make("cpu", 4.0), optimizer)
+    run.iterate(1.0)
+    run.give(1.0)
+    run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": 1024.0})
+    run.step()
+    assert (run.held, run.report.scale, run.scaler.get_scale()) == ([[-2.0, -2.0]], 4.0, 1024.0)
+
+
+@pytest.mark.parametrize(("gradient", "steps"), [(1.0, 2), (math.inf, 1)], ids=["made", "skipped"])
+def test_a_state_over_a_group_between_step_and_update_has_the_steps_that_are_not_in_torchs_keys(gradient, steps: int):
+    def rank(group) -> list[Any]:
+        run = Small(GradScaler("cpu", 4.0, group=group))
+        run.iterate(1.0)
+        run.give(gradient)
+        run.scaler.step(run.optimizer)
+        saved = run.scaler.state_dict()
+        run.scaler.update()
+        after = run.scaler.state_dict()
+        # The weights of one rank are newer than its scale, or may be, and those of the other are not.
+        run.scaler.load_state_dict((saved if group.rank else after) | {"iteration": 3})
+        with pytest.raises(ScaleDesyncError, match=rf"steps made in .*: 0 on rank 0 \| {steps} on rank 1"):
+            run.iterate(1.0)
+        return [saved.get("steps"), after.get("steps")]
+
+    assert run_ranks(2, rank) == [[steps, None]] * 2
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
 def test_a_tracker_at_the_interval_or_beyond_it_lets_the_scale_grow_after_one_clean_step(make):
@@ -390,6 +453,14 @@ def test_a_sharded_scaler_takes_gradients_of_float16_as_torchs_does():
     run = Small(ShardedGradScaler("cpu", 8.0), dtypes=["float16"])
     run.iterate(1.0)
     assert run.parameter.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("given", [{}, {"max_norm": 2.5}], ids=["constructor", "unscale_"])
+def test_a_disabled_scaler_clips_gradients_of_float16(given: dict[str, float]):
+    run = Small(GradScaler("cpu", enabled=False, max_norm=None if given else 2.5), dtypes=["float16"])
+    run.put(torch.tensor([3.0, -4.0], dtype=torch.float16))
+    run.step(**given)
+    assert run.held == [[-1.5, 2.0]]
 
 
 @pytest.mark.usefixtures("group")
