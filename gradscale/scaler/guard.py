@@ -169,6 +169,12 @@ class Guard:
         if isinstance(old, SpikeState) and isinstance(learned, SpikeState):
             learned = put(old, learned)
         self._windows[observation.window] = learned
+        if observation.window == _MANY and last is None:
+            # Here, where it may be an error: the other ranks wait for nothing.
+            warn_caller(
+                f"skip= has begun window {_MANY + 1}, one for each optimizer that is alive: if each iteration makes a "
+                f"new optimizer, none is ever judged; keep one, or delete it before the next is made"
+            )
 
     def _position_of(self, optimizer: Optimizer) -> int:
         """Return the position of an optimizer's window; a new optimizer takes over one whose owner is gone."""
@@ -178,11 +184,6 @@ class Guard:
         position = self._positions.of(optimizer)
         if position == len(self._windows):
             self._windows.append(self._saved[position] if position < len(self._saved) else self._trimmed({}))
-            if position == _MANY:
-                warn_caller(
-                    f"skip= has begun window {_MANY + 1}, one for each optimizer that is alive: if each iteration "
-                    f"makes a new optimizer, none is ever judged; keep one, or delete it before the next is made"
-                )
         return position
 
     def numbers(self) -> SavedWindows:

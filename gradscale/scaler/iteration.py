@@ -436,14 +436,16 @@ class Iteration:
         for step in self.reports.poll(waits=waits):
             with self.agreement.failing():
                 verdict = step.pending.read()
+            has_gradients = verdict.reason is not Reason.NO_GRADIENTS
+            if has_gradients:
+                # First, since warnings may be errors.
+                self.tally.note(step.report(), step.position)
             if verdict.is_unscaled and step.pending.groups:
                 self.mistakes.tell_of_no_scale(step.iteration, "all ranks")
             if verdict.lacks_values and self.guard is not None:
                 self.mistakes.warn_of_no_values(self.guard.rule.of)
-            if verdict.reason is Reason.NO_GRADIENTS:
+            if not has_gradients:
                 self.mistakes.tell_of_no_gradients()
-            else:
-                self.tally.note(step.report(), step.position)
 
     def unscale(
         self,
@@ -536,7 +538,7 @@ class Iteration:
                 *scaled,
                 *late,
                 is_last,
-                has_values or not self.parts.is_guard,
+                has_values,
             )
             if groups:
                 self._sent.append(turn.pending)
@@ -569,7 +571,7 @@ class Iteration:
         self.guard.has_judged |= has_values
         if self.parts.is_guard and not self.guard.has_judged:
             raise InvalidValueError(no_values(self.guard.rule.of))
-        if not has_values and self.agreement.is_alone:
+        if not has_values:
             self.mistakes.warn_of_no_values(self.guard.rule.of)
 
     def _collected(self, optimizer: Optimizer, request: Request, norm: Array | float | None) -> Collected:

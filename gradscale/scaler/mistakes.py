@@ -9,7 +9,7 @@ from gradscale.scaler.overflow import NO_GRADIENTS
 
 
 class Mistakes:
-    """Warns of what a loop has probably left out, of each but missing gradients once."""
+    """Warns of what a loop has probably left out, of each but missing gradients once, also if that is an error."""
 
     knows_unscaled_loss = False
     _knows_no_values = _knows_no_gradients = False
@@ -17,14 +17,13 @@ class Mistakes:
     def tell_of_no_scale(self, iteration: int, of: str) -> None:
         """Warn of gradients of an optimizer, or of all ranks, that are divided in an iteration without ``scale``."""
         if not self.knows_unscaled_loss:
+            self.knows_unscaled_loss = True
             warn_caller(
                 f"scale() was not called in iteration {iteration}, and the gradients of {of} "
                 f"are divided by the scale. If you forgot it, make the gradients of scaler.scale(loss). If they are "
                 f"from before update(), which may have changed the scale, call step() before update(). If you have "
                 f"multiplied the loss by get_scale(), all is well. (Said once.)"
             )
-            # Not before: a warning may be an error.
-            self.knows_unscaled_loss = True
 
     def warn_of_no_values(self, of: Sequence[str]) -> None:
         """Warn of a step in which a rule for spikes has nothing to judge."""
@@ -35,8 +34,8 @@ class Mistakes:
     def warn_of_no_gradients(self, what: str) -> None:
         """Warn of a guard's step without gradients, which does nothing, as that of a bare optimizer."""
         if not self._knows_no_gradients:
-            warn_caller(f"{what}. (Said once.)")
             self._knows_no_gradients = True
+            warn_caller(f"{what}. (Said once.)")
 
     def tell_of_no_gradients(self) -> None:
         """Warn of a late verdict: each rank would raise an error at another call, and the others would wait."""

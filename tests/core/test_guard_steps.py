@@ -435,6 +435,7 @@ def test_a_guard_whose_rule_never_had_a_value_refuses_to_step(skip: SkipSpikes, 
     assert len(caught) == 1
 
 
+@pytest.mark.filterwarnings("ignore:skip= judges loss, and found nothing in this step:UserWarning")
 @pytest.mark.parametrize("is_clipped", [True, False], ids=["clipped", "plain"])
 def test_ranks_of_which_one_has_a_value_are_right_and_all_refuse_if_none_has(is_clipped: bool):
     def rank(group) -> tuple[list[int], int]:

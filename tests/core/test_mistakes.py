@@ -224,3 +224,49 @@ def test_ranks_of_which_none_has_scaled_in_an_iteration_warn_of_it_once(rank_wit
         warnings.simplefilter("always")
         run_ranks(2, rank)
     assert [str(one.message)[: len(text)] for one in told] == ([text] * 2 if rank_with_loss is None else [])
+
+
+LOSS = gradscale.SkipSpikes(window=4, of="loss")
+# What each kind of loop is made with, and the beginning of what it is warned of.
+SLIPS: dict[str, tuple[dict[str, Any], str]] = {
+    "no scale": ({}, "scale() was not called in iteration 2"),
+    "no loss": ({"skip": LOSS}, "skip= judges loss, and found nothing"),
+    "no gradients": ({}, "step() of Tree, none of whose parameters has a gradient"),
+    "many optimizers": ({"skip": LOSS}, "skip= has begun window 2"),
+    "stalled": ({"warn_after": 2, "init_scale": 1.0}, "each of the last 2 steps of Tree was skipped"),
+}
+
+
+@pytest.mark.parametrize("size", [0, 2], ids=["alone", "2 ranks"])
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_loop_goes_on_after_a_warning_that_is_an_error(slip: str, size: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gradscale.scaler.guard._MANY", 1)
+    options, text = SLIPS[slip]
+    if slip == "no gradients":
+        kind: Any = gradscale.StepGuard
+    else:
+        kind = ShardedGradScaler if size else GradScaler
+
+    def rank(group: ThreadCollectives | None) -> tuple[list[str], int]:
+        scaler, optimizers, said = kind(**options, **({"group": group} if group else {})), [Tree(), Tree()], []
+        for number in range(1, 7):
+            is_slip = number in (2, 3)
+            optimizer = optimizers[slip == "many optimizers" and is_slip]
+            if not (slip == "no scale" and is_slip):
+                scaler.scale(np.ones(2 if slip == "no loss" and is_slip else 1, np.float32))
+            value = np.nan if slip == "stalled" and is_slip else 1.0
+            optimizer.grads = None if slip == "no gradients" and is_slip else [np.float32([value])]
+            for call in (lambda one=optimizer: scaler.step(one), scaler.update):
+                try:
+                    call()
+                except Warning as warning:
+                    said.append(str(warning)[: len(text)])
+                    if slip != "stalled":
+                        call()
+        return said, sum(one.steps for one in optimizers)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = run_ranks(size, rank) if size else [rank(None)]
+    steps = 6 - 2 * (slip in ("no gradients", "stalled"))
+    assert results == [([text], steps)] * max(size, 1)
