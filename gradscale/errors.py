@@ -47,6 +47,8 @@ __all__ = [
 ]
 
 _LONGEST = 1000
+# Of a message, of which the end says what to do.
+_LONGEST_MESSAGE, _LONGEST_END = 2000, 600
 _SHOWN = 12
 # Packages with frames between a user's line and a warning; torch's are its compiler's.
 _BETWEEN = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_jax", "torch", "contextlib", "functools"}
@@ -54,6 +56,9 @@ _BETWEEN = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_jax", 
 
 class GradscaleError(Exception):
     """Root of every exception that gradscale raises on its own account."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class InvalidValueError(GradscaleError, ValueError):
@@ -161,6 +166,13 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
+def one_line(text: str) -> str:
+    """Return text that may hold names from outside, with line breaks and escapes written out; 2000 characters of it."""
+    line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    start = _LONGEST_MESSAGE - _LONGEST_END
+    return line if len(line) <= _LONGEST_MESSAGE else f"{line[: start - 5]} ... {line[-_LONGEST_END:]}"
+
+
 def key_names(keys: Iterable[object]) -> str:
     """Return the keys of a mapping as text, sorted, the first of many."""
     names = sorted(key if type(key) is str else shown(key) for key in keys)
@@ -183,7 +195,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(one_line(message), category, stacklevel=level)
 
 
 class reading(contextlib.ContextDecorator):  # noqa: N801 - called as a function, in a with statement or above a function

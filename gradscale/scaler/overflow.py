@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from gradscale.core import validation
+from gradscale.errors import one_line
 
 Cause = Literal["none", "scale", "model", "underflow", "no gradients", "weights", "optimizer state"]
 NO_GRADIENTS = (
@@ -83,8 +84,8 @@ class ParameterReport:
 
     @property
     def place(self) -> str:
-        """The array as a person would say it: "weight", "exp_avg of weight", "state['momentum'][0]"."""
-        return f"{self.name}{self.key}" if self.key[:1] in ("", "[", ".") else f"{self.key} of {self.name}"
+        """The array as a person would say it: "weight", "exp_avg of weight", "state['momentum'][0]"; on one line."""
+        return one_line(f"{self.name}{self.key}" if self.key[:1] in ("", "[", ".") else f"{self.key} of {self.name}")
 
     @property
     def nonfinite(self) -> int:
@@ -276,8 +277,8 @@ def _beginning(entries: Sequence[ParameterReport]) -> str:
     """Say at which parameter the first gradient of a backward pass is not finite; nothing if that is the last one."""
     of_rank = [entry for entry in entries if entry.rank == entries[0].rank and not entry.missing]
     begin = max((entry.index for entry in of_rank if entry.nonfinite), default=0)
-    finite = sorted((entry.index, entry.name) for entry in of_rank if entry.index > begin)
-    name = next((entry.name for entry in of_rank if entry.index == begin), "")
+    finite = sorted((entry.index, entry.place) for entry in of_rank if entry.index > begin)
+    name = next((entry.place for entry in of_rank if entry.index == begin), "")
     if not finite or not name:
         return ""
     names = " to ".join(dict.fromkeys((finite[0][1], finite[-1][1])))
@@ -312,7 +313,7 @@ def find_cause(
     if worst is None or worst.missing:
         return "no gradients", f"None of the parameters has a gradient: {NO_GRADIENTS}."
     if worst.nonfinite:
-        where = f"{worst.name or 'The gradient'}{f' on rank {_rank(worst)}' if worst.rank else ''}"
+        where = f"{worst.place or 'The gradient'}{f' on rank {_rank(worst)}' if worst.rank else ''}"
         if minimum is None:
             values = " and ".join(["inf"] * (worst.inf > 0) + ["NaN"] * (worst.nan > 0))
             values += "; the weights and the state that were searched are finite" * (broken is not None)
@@ -361,7 +362,7 @@ def _table(entries: Sequence[ParameterReport]) -> list[str]:
 
 def _cells(entry: ParameterReport) -> list[str]:
     # The end of a long name tells more than its beginning.
-    name = " ".join(entry.place.splitlines())
+    name = entry.place
     name = name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
     if entry.missing:
         return [name, _rank(entry), "no gradient", *[""] * 6]

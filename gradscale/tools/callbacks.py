@@ -15,13 +15,12 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
 from gradscale.core import validation
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, LogWriteError, at_scale, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, at_scale, shown, warn_caller
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
 
@@ -30,8 +29,6 @@ __dir__ = __all__.copy
 
 LogRow: TypeAlias = dict[str, Any]
 """A line of a log: plain values by name."""
-
-_RANK = "{rank}"
 
 _Report = TypeVar("_Report")
 
@@ -163,7 +160,7 @@ def _worst(overflow: OverflowReport | None) -> str:
     """Return the end of a line: the names of the worst parameters, and whether the model is at fault."""
     if overflow is None:
         return ""
-    names = list(dict.fromkeys(entry.name for entry in overflow.nonfinite if entry.name))
+    names = list(dict.fromkeys(entry.place for entry in overflow.nonfinite if entry.place))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     scale = ", not the scale" * (overflow.scale != 1.0)
     cause = f"; the model is at fault{scale}" if overflow.cause == "model" else ""
@@ -248,22 +245,19 @@ def row_of(report: UpdateReport | StepReport) -> LogRow:
 
 
 class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
-    """Write a JSON object on a line of its own for each update.
+    """Write a JSON object on a line of its own for each update, behind what the file holds.
 
     Its keys are ``iteration``, ``rank``, ``scale``, ``new_scale``, ``skipped``, ``reason`` (the gravest of the skipped
     steps, null without any), ``nonfinite``, ``retries``, and those of a diagnosis, null without one: ``magnitude`` (the
     largest finite one among the unscaled gradients), ``parameter`` (the worst one, or the worst array of the weights
     and the state) and ``cause``. Each row is in the file when the call returns, so that ``tail -f`` shows it and a
-    crash keeps it. Two scalers may share a file: rows stay whole, but do not say which scaler wrote them.
+    crash keeps it. Two scalers may share a file: rows stay whole, but do not say which scaler wrote them. For a log of
+    each rank give each a path of its own, and wrap it in :func:`gradscale.callbacks.every_rank`.
 
     Parameters
     ----------
     path : str or os.PathLike
-        ``{rank}`` in it is replaced by this process's rank.
-    append : bool, default True
-        Keep what the file holds, as a resumed run wants; False empties it before the first row.
-    every_rank : bool, default False
-        Write on every rank, and not on rank 0 alone; ``path`` must have ``{rank}`` in it then.
+        Delete the file, or give another path, to begin anew.
 
     Raises
     ------
@@ -271,7 +265,7 @@ class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
         At construction if the file or its folder cannot be written; in a call if the row cannot be (a full disk): the
         scaler's state is complete by then, and training can go on.
     InvalidValueError
-        For ``every_rank`` without ``{rank}``, and for a file to append to that holds something else.
+        For a file that holds something else.
 
     Examples
     --------
@@ -282,52 +276,42 @@ class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
     {"iteration": 1, "rank": 0, "scale": 65536.0, "
     """
 
-    _file: BinaryIO | None = None
+    _file: BinaryIO = io.BytesIO()
 
-    def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = _as_text(path)
-        self.every_rank = validation.boolean("every_rank", every_rank)
-        self._append = validation.boolean("append", append)
-        if self.every_rank and _RANK not in self.path:
-            msg = f"path must have {_RANK} in it with every_rank=True, for a file of each rank, got {self.path!r}"
+        advice = ". Make its folder with mkdir -p, or give a path in one that can be written"
+        with _explained(LogWriteError, f"the log cannot be written, got {self.path!r}", advice):
+            # Unbuffered, so that a crash loses no row; opened to append, so that lines of several writers stay whole.
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115, PTH123
+            self._file.seek(0)
+            first = self._file.readline(4096).rstrip()
+        if first and not first.startswith(b"{"):
+            self.close()
+            msg = (
+                f"the file to append to must be a JSON lines log, got {self.path!r}, which begins with "
+                f"{first.decode(errors='replace')!r:.60}; give another path, or delete it"
+            )
             raise InvalidValueError(msg)
-        self._open(self.path)
 
     def __call__(self, report: UpdateReport | StepReport) -> None:
-        """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
+        """Write a report's row. A StepReport, from ``on_skip``, has no ``new_scale``."""
         self.write(row_of(report))
 
     def write(self, row: LogRow) -> None:
-        """Write a row of plain values, with the iteration and the rank."""
-        path = self.path if row["rank"] is None else self.path.replace(_RANK, str(row["rank"]))
-        file = self._file or self._open(path)
-        if file is None:
-            msg = f"a log with {_RANK} in its path must be on_update=, as on_skip= has no rank, got {self.path!r}"
-            raise InvalidTypeError(msg)
+        """Write a row of plain values, with the iteration."""
         line = json.dumps(row).encode() + b"\n"
         advice = ". The scaler's state is complete: catch this error, or take the log out of its callbacks, and go on"
-        with _explained(LogWriteError, f"iteration {row['iteration']} cannot be written to {path!r}", advice):
-            # Not at construction: every rank makes the object, and only those that call it may touch the file.
-            if not self._append:
-                file.truncate(0)
-                self._append = True
-            # A crash may have cut the last row.
-            end = file.seek(0, os.SEEK_END)
-            if end:
-                file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else b"\n" + line
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:
-                # A row that is cut could not be read.
-                file.truncate(end)
-                raise
+        with _explained(LogWriteError, f"iteration {row['iteration']} cannot be written to {self.path!r}", advice):
+            # A crash or a full disk may have cut the last row.
+            if self._file.seek(0, os.SEEK_END):
+                self._file.seek(-1, os.SEEK_END)
+                line = line if self._file.read(1) == b"\n" else b"\n" + line
+            while line:
+                line = line[self._file.write(line) :]
 
     def close(self) -> None:
         """Close the file; it cannot be written to any more. Again is fine."""
-        # One that no report has opened cannot be opened any more, either.
-        self._file = self._file or io.BytesIO()
         self._file.close()
 
     def __exit__(self, *_: object) -> None:
@@ -335,29 +319,9 @@ class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
 
     __del__ = close
 
-    def _open(self, path: str) -> BinaryIO | None:
-        """Open a file; without the rank that its path needs, see whether there can be one."""
-        advice = ". Make its folder with mkdir -p, or give a path in one that can be written"
-        with _explained(LogWriteError, f"the log cannot be written, got {path!r}", advice):
-            if _RANK in path:
-                tempfile.TemporaryFile(dir=Path(path.replace(_RANK, "0")).parent).close()
-                return None
-            # Unbuffered, so that a crash loses no row; opened to append, so that lines of several writers stay whole.
-            self._file = file = open(path, "a+b", buffering=0)  # noqa: SIM115, PTH123
-            file.seek(0)
-            first = file.readline(4096).rstrip() if self._append else b""
-        if first and not first.startswith(b"{"):
-            self.close()
-            msg = (
-                f"the file to append to must be a JSON lines log, got {path!r}, which begins with "
-                f"{first.decode(errors='replace')!r:.60}; give another path, or append=False to empty it"
-            )
-            raise InvalidValueError(msg)
-        return file
-
 
 @contextlib.contextmanager
-def _explained(kind: type[GradscaleError], what: str, advice: str = "") -> Iterator[None]:
+def _explained(kind: type[Exception], what: str, advice: str = "") -> Iterator[None]:
     """Raise an error of ours for an OSError or ValueError: what cannot be done, why, and advice."""
     try:
         yield
@@ -378,10 +342,12 @@ def _as_text(path: object) -> str:
 def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
     """Read a log that JSONLines has written, or another file of JSON objects, one a line.
 
+    A row that a crash or a full disk has cut is left out, with a warning.
+
     Returns
     -------
     list of dict
-        The rows; each has its line number, from 1, as ``"line"``. Empty lines are left out.
+        The rows; each has its line number, from 1, as ``"line"``. Empty lines are left out, too.
 
     Raises
     ------
@@ -400,18 +366,30 @@ def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
     where = _as_text(path)
     with _explained(InvalidValueError, f"the log must be a text file that can be read, got {where!r}"):
         text = Path(where).read_text(encoding="utf-8-sig")
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append({**json.loads(line), "line": number})
-            except (ValueError, TypeError, RecursionError) as error:
+    rows, cut = [], []
+    for number, line in enumerate(map(str.strip, text.split("\n")), 1):
+        try:
+            rows += [{**json.loads(line), "line": number}] if line else []
+        except (ValueError, TypeError, RecursionError) as error:
+            # A row that has its end is not cut, unless that is the end of an object in it.
+            if not line.startswith("{") or (line.endswith("}") and getattr(error, "pos", 0) < len(line)):
                 msg = f"line {number} of {where!r} must hold a JSON object, got {line!r:.60}"
                 raise InvalidValueError(msg) from error
+            cut.append(number)
     if not rows:
-        msg = f"the log must hold at least one row, got {where!r}, which is empty"
+        msg = f"the log must hold at least one row, got {where!r}, which has none"
         raise InvalidValueError(msg)
+    if cut:
+        warn_caller(f"{where!r} is read without the rows that were cut, in line {', '.join(map(str, cut))}")
     return rows
+
+
+def was_skipped(row: LogRow) -> bool | None:
+    """Return whether the step of a row of a log was skipped; None if it does not say so."""
+    skipped = row.get("skipped", row.get("overflow"))
+    return (
+        None if skipped is None else validation.boolean(f"'skipped' or 'overflow' in line {row.get('line')}", skipped)
+    )
 
 
 class BadBatches:
@@ -486,11 +464,15 @@ def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[in
     times = validation.integer("times", times, 1, validation.LARGEST_INT32)
     run, met = 0, collections.defaultdict[tuple[Any, ...], dict[int, dict[int | str, None]]](dict)
     for row in read_log(path):
-        run += row["iteration"] == 0
         batch = row.get("batch")
-        # A run that goes back to a checkpoint has an iteration again, and perhaps for another rank.
-        seen = met[run, row["iteration"], row.get("by")].setdefault(row["rank"], {})
-        seen |= dict.fromkeys(one for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
+        try:
+            run += row["iteration"] == 0
+            # A run that goes back to a checkpoint has an iteration again, and perhaps for another rank.
+            seen = met[run, row["iteration"], row.get("by")].setdefault(row["rank"], {})
+            seen |= dict.fromkeys(one for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
+        except (KeyError, TypeError) as error:
+            msg = f"line {row['line']} must be a row of BadBatches, got {shown(row)}"
+            raise InvalidValueError(msg) from error
     counts = collections.Counter[tuple[int, int | str]]()
     for rows in met.values():
         for rank, batches in rows.items() if len(rows) == 1 else ():

@@ -11,7 +11,7 @@ from gradscale.core.validation import LARGEST_FLOAT16
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, shown
 from gradscale.extras import needs
 from gradscale.scaler.reports import StepReport, UpdateReport
-from gradscale.tools.callbacks import LogRow, read_log, row_of
+from gradscale.tools.callbacks import LogRow, read_log, row_of, was_skipped
 from gradscale.tools.simulation import Simulation
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def history(
     measured = [i for i, row in enumerate(rows) if 0.0 < (row.get("magnitude") or 0.0) <= validation.LARGEST_FLOAT32]
     heights = [3, 2] if measured else [1]
     figure, axes = _panels(heights, 6.4 if measured else 4.2) if ax is None else (ax.figure.figure, [ax])
-    marks = [_MARKS.get(str(row.get("reason")), "x") if row.get("skipped") is True else "" for row in rows]
+    marks = [_MARKS.get(str(row.get("reason")), "x") if was_skipped(row) else "" for row in rows]
     share = _draw_scale(axes[0], x, [row["scale"] for row in rows], marks, rows[-1].get("new_scale"))
     axes[0].set_title(share, loc="left", fontsize=11)
     if len(axes) > 1:
@@ -157,6 +157,7 @@ def _rows(history: Any) -> list[LogRow]:
 
 
 def _check(row: LogRow, where: str) -> None:
+    was_skipped(row)
     for name in ("scale", "new_scale"):
         scale: Any = row.get(name)
         is_drawable = type(scale) in (int, float) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32

@@ -1,5 +1,6 @@
 """Callbacks: what they log and write, what a resumed run keeps, and what is refused before training."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -18,7 +19,15 @@ from gradscale import GradScaler, InvalidTypeError, InvalidValueError, StepGuard
 from gradscale.errors import LogWriteError
 from gradscale.scaler.reports import StepReport, UpdateReport
 from gradscale.testing import run_ranks
-from gradscale.tools.callbacks import BadBatches, JSONLines, LogUpdates, TensorBoard, read_bad_batches, read_log
+from gradscale.tools.callbacks import (
+    BadBatches,
+    JSONLines,
+    LogUpdates,
+    TensorBoard,
+    every_rank,
+    read_bad_batches,
+    read_log,
+)
 
 
 def update(
@@ -42,20 +51,25 @@ def test_a_resumed_run_appends_its_rows_and_each_is_there_at_once(tmp_path: Path
     assert (read_log(path)[-1]["retries"], path.read_text().count("iteration")) == (5, 5)
 
 
-def test_a_row_that_a_crash_has_cut_does_not_spoil_the_next_and_beginning_anew_waits_for_it(tmp_path: Path):
+ROW = '{"iteration": 2, "scale": 655, "skipped": false, "counts": {"taken": 2}, "batch": "a"}'
+
+
+@pytest.mark.parametrize("length", range(1, len(ROW)))
+def test_a_row_that_a_crash_has_cut_is_left_out_with_a_warning_and_does_not_spoil_the_next(length: int, tmp_path: Path):
     path = tmp_path / "log.jsonl"
-    path.write_text('{"iteration": 1, "sca')
-    with JSONLines(path) as log:
-        log(update(2))
-    assert json.loads(path.read_text().splitlines()[1])["iteration"] == 2
-    with JSONLines(path, append=False) as log:
-        assert path.read_text().startswith('{"iteration": 1, "sca')
-        log(update(7))
-        log(update(8))
-    assert [row["iteration"] for row in read_log(path)] == [7, 8]
+    path.write_text(f'{{"iteration": 1, "rank": 0}}\n{ROW[:length]}')
+    for later in ([], [3]):
+        for iteration in later:
+            with JSONLines(path) as log:
+                log(update(iteration))
+        with pytest.warns(UserWarning, match=r"log\.jsonl' is read without the rows that were cut, in line 2$"):
+            assert [row["iteration"] for row in read_log(path)] == [1, *later]
 
 
-@pytest.mark.parametrize("text", ['{"cut', "[" * 100_000, "1" * 200_000, "{}\nmagnitude"], ids=lambda text: text[-3:])
+BROKEN = ["[" * 100_000, "1" * 200_000, "{}\nmagnitude", '{"scale": oops}', '{"scale": 1 "skipped": true}']
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=lambda text: text[-5:])
 def test_a_line_that_the_parser_gives_up_on_is_named(text: str, tmp_path: Path):
     path = tmp_path / "log.jsonl"
     path.write_text(text)
@@ -63,12 +77,21 @@ def test_a_line_that_the_parser_gives_up_on_is_named(text: str, tmp_path: Path):
         read_log(path)
 
 
-def test_each_rank_has_its_file_and_other_files_and_folders_that_are_not_there_are_refused(tmp_path: Path):
+@pytest.mark.parametrize("row", ["{}", '{"iteration": 1}', '{"iteration": 1, "rank": {}}'])
+@pytest.mark.parametrize("batch", [1, {"a": 1}, [[1]]], ids=str)
+def test_a_log_of_another_kind_holds_no_bad_batches(row: str, batch: object, tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(json.loads(row) | {"batch": batch}))
+    with pytest.raises(InvalidValueError, match=r"line 1 must be a row of BadBatches, got \{"):
+        read_bad_batches(path)
+
+
+def test_each_rank_may_have_its_file_and_other_files_and_folders_that_are_not_there_are_refused(tmp_path: Path):
     path, no_path = tmp_path / "other.csv", r"path must be a str or os\.PathLike, got"
     path.write_text("a,b\n1,2\n")
     wrong: list[tuple[Callable[..., Any], Any, type[Exception], str]] = [
         (JSONLines, path, InvalidValueError, r"must be a JSON lines log, got .*, which begins with 'a,b'"),
-        (JSONLines, tmp_path / "none" / "log-{rank}.jsonl", LogWriteError, "No such file or directory"),
+        (JSONLines, tmp_path / "none" / "log.jsonl", LogWriteError, "No such file or directory"),
         (JSONLines, "a\0b", LogWriteError, "null"),
         (read_log, "a\0b", InvalidValueError, "null"),
         *((use, bad, InvalidTypeError, no_path) for use in (JSONLines, read_log) for bad in (None, 3, b"log.jsonl")),
@@ -77,12 +100,19 @@ def test_each_rank_has_its_file_and_other_files_and_folders_that_are_not_there_a
         with pytest.raises(error, match=said):
             use(given)
     assert path.read_text() == "a,b\n1,2\n"
-    with pytest.raises(InvalidValueError, match="every_rank=True"):
-        JSONLines(tmp_path / "log.jsonl", every_rank=True)
-    for rank in (0, 1):
-        with JSONLines(tmp_path / "log-{rank}.jsonl", every_rank=True) as log:
-            log(update(1, rank=rank))
-        assert read_log(tmp_path / f"log-{rank}.jsonl")[0]["rank"] == rank
+
+    def train(group) -> None:
+        log = JSONLines(tmp_path / f"log-{group.rank}.jsonl")
+        scaler, optimizer = (
+            gradscale.ShardedGradScaler(group=group, on_update=every_rank(log)),
+            Tree([np.float32([1.0])]),
+        )
+        scaler.scale(np.float32(1.0))
+        scaler.step(optimizer)
+        scaler.update()
+
+    run_ranks(2, train)
+    assert [read_log(tmp_path / f"log-{rank}.jsonl")[0]["rank"] for rank in (0, 1)] == [0, 1]
 
 
 def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path):
@@ -98,7 +128,44 @@ def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path):
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
             log(update(iteration + 1))
-    assert [row["iteration"] for row in read_log(tmp_path / "log.jsonl")] == [2, 4]
+    # The row that fitted in part.
+    with pytest.warns(UserWarning, match="that were cut, in line 2"):
+        assert [row["iteration"] for row in read_log(tmp_path / "log.jsonl")] == [2, 4]
+
+
+NAME = "w\nWARNING:gradscale:iteration 99: \x1b[31m\u2028\ud800"
+
+
+def test_names_are_written_as_text_on_one_line(caplog: pytest.LogCaptureFixture):
+    """Names of parameters and classes, of this rank and another, in logs, reports and errors."""
+    optimizer, scaler = Tree([np.float32([np.inf])]), GradScaler()
+    scaler.scale(np.float32(1.0))
+    named = gradscale.ParameterReport(NAME, dtype="float32", size=1, inf=1)
+    report = dataclasses.replace(scaler.diagnose(optimizer), entries=(named,), broken=(named,))
+    LogUpdates()(StepReport(True, 8.0, 1, "overflow", 1, overflow=report))
+    texts = [*caplog.messages, *str(report).split("\n")]
+    evil = type(NAME[:-1], (Tree,), {})
+
+    def train(group) -> None:
+        mine = (evil if group.rank else Tree)([np.float32([1.0])])
+        scaler = gradscale.ShardedGradScaler(group=group)
+        scaler.scale(np.float32(1.0))
+        scaler.step(mine)
+
+    for call in (lambda: scaler.step(evil([])), lambda: scaler.unscale_(evil)):
+        with pytest.raises(gradscale.GradscaleError, match=r"w\\nWARNING") as caught:
+            call()
+        texts.append(str(caught.value))
+    texts += map(str, run_ranks(2, train, return_exceptions=True))
+    assert [text for text in texts if not text.isprintable()] == []
+    assert sum("\\x1b[31m" in text for text in texts) >= 6
+
+
+@pytest.mark.parametrize("length", [1900, 2100, 10**6])
+def test_an_error_is_short_and_keeps_its_end(length: int):
+    for error in (gradscale.GradscaleError, InvalidValueError, LogWriteError, gradscale.BackendNotAvailableError):
+        text = str(error("a" * length + " is wrong: do this"))
+        assert (len(text) <= 2000, text[:9], text[-8:]) == (True, "a" * 9, " do this"), error
 
 
 @pytest.mark.numpy

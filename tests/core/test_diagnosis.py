@@ -54,7 +54,7 @@ state['m'][0]           0/0   2x3    float32    0    1     none   0.0 %      0.0
 parameter                                         rank  shape        dtype    inf  nan   largest   zeros  subnormal
 head.weight                                       1/0   2x3          float32    1    2  6.55e+04  16.7 %      0.0 %
 ...long.long.long.long.long.long.long.long.long.  0/0   2            float32    0    2      none   0.0 %      0.0 %
-two lines                                         0/1   0-d          float32    0    0      0.25   0.0 %    100.0 %
+two\\nlines                                        0/1   0-d          float32    0    0      0.25   0.0 %    100.0 %
 frozen                                            0/0   no gradient
 ... and 4 more with inf or NaN and 3 more finite parameters"""
 

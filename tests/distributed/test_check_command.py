@@ -212,10 +212,12 @@ def test_what_ranks_fail_at_is_a_problem_of_these(errors, stage: str, blamed: li
 
 
 @mpi
-def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_were_started():
+def test_one_process_does_not_pass_and_does_not_pass_where_several_were_started():
     completed = check("--group", "mpi")
-    assert completed.returncode == 0, completed.stderr
+    assert completed.returncode == 2, completed.stderr
     assert "gradscale check over mpi, size 1: nothing to compare, start several ranks" in completed.stdout
+    completed = check("--group", "mpi", "--json")
+    assert (completed.returncode, page_of(completed)["ok"]) == (2, False)
     # As under the mpiexec of another MPI than the one of mpi4py.
     completed = check("--group", "mpi", "--json", OMPI_COMM_WORLD_SIZE="4")
     assert completed.returncode == 1

@@ -57,4 +57,4 @@ def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(SystemExit) as left:
         app.run([])
     assert left.value.code == 1
-    assert capsys.readouterr() == ("", "gradscale: two lines\n")
+    assert capsys.readouterr() == ("", "gradscale: two\\nlines\n")

@@ -56,7 +56,9 @@ def test_a_picture_is_drawn_where_it_is_asked_for_of_the_kinds_that_the_help_nam
         (["--preset", "torch:init_scale=large", "C"], "init_scale must be"),
         (["../other.jsonl"], "without a 'magnitude', in line 1 must be True or False, got None"),
         (["C", "--plot", "none/x.png"], "the plot cannot be written, got 'none/x.png'"),
+        *((["C", "-p", f"torch:growth_interval={sign * 50_000}1"], "growth_interval must be") for sign in "-(~[\x1b"),
     ],
+    ids=lambda value: None if isinstance(value, str) else value[-1][:30],
 )
 def test_bad_input_is_one_clear_error(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     require("plot")
@@ -104,6 +106,34 @@ def test_a_log_tells_which_steps_overflow(
     path = tmp_path / "log.jsonl"
     path.write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     assert rows("-p", preset, str(path)) == [(preset, *expected)]
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "skipped is text": (
+        {"scale": 2.0, "skipped": "true", "magnitude": 0.1},
+        "'skipped' or 'overflow' in line 2 must be",
+    ),
+    "skipped is a number": ({"scale": 2.0, "skipped": 1}, "'skipped' or 'overflow' in line 2 must be"),
+    "overflow is a number": ({"scale": 2.0, "overflow": 1}, "'skipped' or 'overflow' in line 2 must be"),
+    "counts of a row before are text": (HELD | {"counts": {"taken": "x"}}, "'taken' of 'counts' in line 2 must be"),
+    **{
+        f"{name} is {value}": (HELD | {"counts": {"taken": 1, name: value}}, f"{name!r} of 'counts' in line 2 must be")
+        for name, value in (("overflow", None), ("taken", [1]), ("overflow", {}), ("taken", True), ("over\n", "\x1b"))
+    },
+    "counts are a number": (HELD | {"counts": 3}, "'counts' in line 2 must be a mapping, got 3"),
+}
+
+
+@pytest.mark.parametrize(("row", "said"), HOSTILE.values(), ids=HOSTILE)
+def test_a_row_that_is_of_another_kind_is_named(row: dict[str, Any], said: str, tmp_path: Path):
+    require("plot")
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in (CLEAN, row, HELD | {"iteration": 3})))
+    code, output = run(str(path))
+    assert (code, said in output) == (1, True), output
+    if "skipped" in said:
+        with pytest.raises(gradscale.InvalidTypeError, match=said):
+            gradscale.plot.history(path)
 
 
 def test_presets_are_rows_side_by_side_and_one_that_a_policy_ends_says_where():

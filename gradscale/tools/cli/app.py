@@ -58,5 +58,5 @@ def run(arguments: list[str] | None = None) -> None:
     try:
         app(args=arguments, prog_name="gradscale")
     except GradscaleError as error:
-        error_line(" ".join(str(error).split()))
+        error_line(str(error))
         sys.exit(1)

@@ -68,7 +68,8 @@ def check(
     The ranks report in; an inf and a NaN on each rank in turn must make all of them skip; clean gradients must let all
     of them step; another scale on each rank in turn must be found by all; a late rank must be waited for; and the
     latency of one agreement is measured. torch.distributed uses nccl if each rank has a CUDA device, else gloo. Rank 0
-    prints one page. The exit code is 1 on every rank if anything failed, and the rank to blame is named.
+    prints one page. The exit code is 1 on every rank if anything failed, and the rank to blame is named; it is 2 if one
+    process alone has compared nothing.
     """
     group = group or _launched()
     with needs(f"check --group {group}", group, "mpi4py" if group is Group.mpi else "torch"):
@@ -105,6 +106,8 @@ def _watch(process: subprocess.Popen[bytes], connection: Connection, as_json: bo
         who = f"rank {rank} of {page['size']}" if page["size"] else "a rank"
         error_line(f"check: {who} ({socket.gethostname()}, process {process.pid}) {problem}")
         page |= {"ok": False, "problems": [{"rank": rank, "problem": problem}]}
+    is_alone = page["ok"] and page["size"] == 1
+    page["ok"] = page["ok"] and not is_alone
     if page["size"] and rank == 0:
         show(page, as_json)
         for problem in page["problems"]:
@@ -114,7 +117,7 @@ def _watch(process: subprocess.Popen[bytes], connection: Connection, as_json: bo
     elif page["size"] > 1:
         # The launcher would end the others before rank 0 has printed the page; they end all.
         time.sleep(page["timeout"] + 5 * MARGIN)
-    return int(not page["ok"])
+    return 2 if is_alone else int(not page["ok"])
 
 
 def show(page: Report, as_json: bool) -> None:
@@ -123,10 +126,8 @@ def show(page: Report, as_json: bool) -> None:
         print_json(data=page)
         return
     out, ranks = console(), page["ranks"]
-    passed = "passed" if page["size"] > 1 else "nothing to compare, start several ranks"
-    out.print(
-        f"gradscale check over {page['group']}, size {page['size']}: {passed if page['ok'] else 'FAILED'}", style="bold"
-    )
+    result = "passed" if page["ok"] else "FAILED" if page["problems"] else "nothing to compare, start several ranks"
+    out.print(f"gradscale check over {page['group']}, size {page['size']}: {result}", style="bold")
     if ranks:
         rows = [(str(rank["rank"]), rank["host"], str(rank["pid"]), rank["device"]) for rank in ranks]
         out.print(table(("rank", "host", "process", "device"), rows))

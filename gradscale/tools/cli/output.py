@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from gradscale.errors import one_line
+
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console: colours on a terminal, else plain text."""
@@ -20,10 +22,10 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence
     kept = [place for place in range(len(titles)) if any(row[place] for row in rows)]
     made = Table(*(Column(titles[place], overflow="fold") for place in kept), box=box.SIMPLE, pad_edge=False)
     for row, style in zip(rows, styles or [""] * len(rows), strict=True):
-        made.add_row(*(row[place] for place in kept), style=style)
+        made.add_row(*(one_line(row[place]) for place in kept), style=style)
     return made
 
 
 def error_line(text: str) -> None:
     """Print one line on stderr, after the program's name."""
-    print(f"gradscale: {text}", file=sys.stderr, flush=True)
+    print(f"gradscale: {one_line(text)}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +14,11 @@ from rich import print_json
 
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidValueError, shown
 from gradscale.policies import presets
 from gradscale.scaler.reports import HELD_NAMES
 from gradscale.tools import plot as plots
-from gradscale.tools.callbacks import LogRow, read_log
+from gradscale.tools.callbacks import LogRow, read_log, was_skipped
 from gradscale.tools.cli.output import console, table
 from gradscale.tools.simulation import Gradients, Simulation, recorded
 from gradscale.tools.simulation import simulate as run_policy
@@ -69,7 +70,7 @@ def _value(text: str) -> object:
     """Return a setting's value: a number, True, False, None, or text."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
 
 
@@ -89,18 +90,27 @@ def _read(trace: str) -> Gradients:
 
 def _moving(row: LogRow, before: LogRow) -> LogRow | None:
     """Return a row as that of one step; None if no step moved the scale, as those of spikes and refusals do not."""
-    if not row.get("skipped") or row.get("reason") == "overflow":
+    if not was_skipped(row) or row.get("reason") == "overflow":
         return row
-    now, last = row.get("counts"), {} if row.get("iteration") == 1 else before.get("counts")
-    if not (isinstance(now, dict) and isinstance(last, dict)):
+    now, last = _counts(row), {} if row.get("iteration") == 1 else _counts(before)
+    if now is None or last is None:
         return None if row.get("reason") in HELD_NAMES else row
     moved = [name for name in ("overflow", "taken") if now.get(name, 0) > last.get(name, 0)]
     return row | {"skipped": moved[0] == "overflow"} if moved else None
 
 
+def _counts(row: LogRow) -> dict[str, int] | None:
+    """Return the numbers of steps up to a row; None if it has none."""
+    if row.get("counts") is None:
+        return None
+    what = f"'counts' in line {row['line']}"
+    counts = validation.mapping(what, row["counts"])
+    return {name: validation.integer(f"{shown(name)} of {what}", n, 0, sys.maxsize) for name, n in counts.items()}
+
+
 def _largest(row: LogRow) -> float:
     """Return the largest magnitude in a step: inf or 0 if the log says no more than whether it overflowed."""
-    skipped, magnitude, where = row.get("skipped", row.get("overflow")), row.get("magnitude"), f"in line {row['line']}"
+    skipped, magnitude, where = was_skipped(row), row.get("magnitude"), f"in line {row['line']}"
     if row.get("retries") and not skipped:
         # A closure has overflowed above it.
         most = validation.LARGEST_FLOAT16 / validation.scale(f"'new_scale' {where}", row.get("new_scale"))
