@@ -9,7 +9,7 @@ import json
 import operator
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from array_api_compat import array_namespace, is_array_api_obj
@@ -58,13 +58,22 @@ class Diagnosis:
         asked = Asked(state=before + 1 >= _SUSPICIOUS, is_by_itself=True)
         return self.diagnose(optimizer, iteration, asked, gather=True)
 
-    def of_stall(self, optimizer: Optimizer, iteration: Iteration) -> str:
-        """Return the cause that this rank's gradients, weights and state show; empty if they cannot be looked at."""
+    def of_stall(self, optimizer: Optimizer, iteration: Iteration, ranks: Collection[int]) -> str:
+        """Return the cause that this rank sees, or which ranks see it; empty if its arrays cannot be looked at."""
+        turn = iteration.by_id(id(optimizer))
+        loss = turn.verdict.loss if turn is not None and turn.verdict is not None else None
         try:
-            found = self.diagnose(optimizer, iteration, Asked(state=True, is_by_itself=True), gather=False)
+            report = self.diagnose(optimizer, iteration, Asked(loss=loss, state=True, is_by_itself=True), gather=False)
         except GradscaleError:
             return ""
-        return f"Cause: {found.cause}. {found.explanation.rstrip('.')}"
+        if report.cause in ("none", "underflow", "no gradients") and not self._agreement.is_alone:
+            logs = f"log of rank {', '.join(map(str, sorted(ranks)))}" if ranks else "logs of the other ranks"
+            return f"No gradient of this rank is inf or NaN: the {logs} may have the cause"
+        text = f"Cause: {report.cause}. {report.explanation.rstrip('.')}"
+        if report.cause in ("scale", "model") and not report.loss_nonfinite:
+            text += f". {'If the' if report.loss_nonfinite is None else 'The'} loss is finite: see whether gradients "
+            text += "are zeroed after a skipped step, too, which keep NaN"
+        return text
 
     def diagnose(self, optimizer: Optimizer, iteration: Iteration, asked: Asked, *, gather: bool) -> OverflowReport:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, Unpack, overload
@@ -807,12 +806,7 @@ class GradScaler:
         stalled = [optimizer for optimizer in ended.optimizers() if tally.streak_of(optimizer) is streak]
         texts = [streak.sentence(type(stalled[0]).__name__ if stalled else "an optimizer")]
         if "overflow" in streak.reasons:
-            texts += [self._diagnosis.of_stall(optimizer, ended) for optimizer in stalled]
-            losses = [math.inf if turn.verdict is None else turn.verdict.loss for turn in ended.turns]
-            if streak.never_scales and any(loss is not None and math.isfinite(loss) for loss in losses):
-                texts.append(
-                    "The loss is finite: see whether gradients are zeroed after a skipped step, too, which keep NaN"
-                )
+            texts += [self._diagnosis.of_stall(optimizer, ended, streak.ranks) for optimizer in stalled]
         if "spike" in streak.reasons and guard is not None:
             texts.append(f"All is judged by skip={shown(guard.rule)}, which may be too strict for what is usual here")
         raise_or_warn(texts, gives_up=gives_up)

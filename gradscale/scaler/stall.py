@@ -66,8 +66,8 @@ class SkipStreak(NamedTuple):
         seen = f"first seen by rank {', '.join(map(str, sorted(self.ranks)))}; " if self.ranks else ""
         scales = "" if self.never_scales else f"the scale went from {self.first:g} to {self.last:g}, and "
         return (
-            f"each of the last {self.length} steps of {optimizer} was skipped: {reasons}; {seen}{scales}it has changed "
-            f"no weight since"
+            f"each of the last {self.length} steps of {optimizer} was skipped: {reasons}; {seen}{scales}no weight has "
+            f"changed since, of those that it steps"
         )
 
 

@@ -179,7 +179,7 @@ def test_a_warning_says_that_the_weights_hold_nan_and_only_what_it_can_see():
         _, _, verdict, state = differentiate(state, jnp.ones(()))
     nan = jnp.full(2, jnp.nan)
     params = {"a": nan.at[0].set(1.0), "head": [jnp.ones(2), nan], "step": jnp.int32(1), "f": len}
-    begin = "each of the last 2 steps of the optimizer was skipped: 2 for non-finite gradients (inf or NaN); it "
+    begin = "each of the last 2 steps of the optimizer was skipped: 2 for non-finite gradients (inf or NaN); no weight "
     for given, cause in (
         (params, "Cause: weights. Weights hold inf or NaN, the most in \"['head'][1]\""),
         ({"w": jnp.ones(2)}, ""),

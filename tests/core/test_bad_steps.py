@@ -17,6 +17,7 @@ from tiers import later
 import gradscale
 from gradscale import StepGuard
 from gradscale.scaler import guard as guards
+from gradscale.testing import run_ranks
 from gradscale.tools.callbacks import LogUpdates
 
 RULE = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
@@ -244,15 +245,51 @@ def test_a_first_scale_that_still_falls_is_no_stall_but_one_that_has_ended_to_fa
         run_two(scaler, math.inf, 1.0, times=10)
 
 
-def test_gradients_that_are_not_zeroed_after_a_skip_are_thought_of():
-    said = "The loss is finite: see whether gradients are zeroed after a skipped step"
-    for loss, is_said in ((1.0, True), (math.nan, False)):
-        guard, optimizer = StepGuard(give_up_after=2), Tree([np.float32([math.nan])])
-        guard.step(optimizer, loss=loss)
-        optimizer.grads[0] += np.float32(1.0)
+LEFT_OVER = "he loss is finite: see whether gradients are zeroed after a skipped step, too, which keep NaN"
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "said"),
+    [
+        (1.0, 1.0, f". T{LEFT_OVER}"),
+        (None, 1.0, f". If t{LEFT_OVER}"),
+        (math.nan, 1.0, ""),
+        (1.0, math.nan, ""),
+    ],
+    ids=["loss", "no loss", "bad loss", "bad weight"],
+)
+@pytest.mark.parametrize("kind", [StepGuard, functools.partial(gradscale.GradScaler, init_scale=2.0)])
+def test_gradients_that_are_not_zeroed_after_a_skip_are_thought_of(kind, loss: float | None, weight: float, said: str):
+    scaler, optimizer = kind(give_up_after=2), Momentum(1)
+    optimizer.weights[0][:] = weight
+
+    def iterate() -> None:
+        scaler.scale(np.float32(1.0))
+        optimizer.weights[0].grad = np.float32([math.nan])
+        scaler.step(optimizer, **({} if loss is None else {"loss": loss}))
+        scaler.update()
+
+    iterate()
+    with pytest.raises(gradscale.TrainingStalledError) as caught:
+        iterate()
+    assert said in str(caught.value)
+    assert (LEFT_OVER in str(caught.value)) == bool(said)
+
+
+@pytest.mark.parametrize("gradients", [[np.float32([1.0])], [np.float32([0.0])], []], ids=["finite", "zeros", "none"])
+@pytest.mark.parametrize("odd", range(3))
+def test_a_rank_whose_gradients_are_finite_names_the_ranks_whose_logs_have_the_cause(gradients: list, odd: int):
+    def rank(group) -> str:
+        guard, optimizer = StepGuard(group=group, give_up_after=1, backend="numpy"), Tree()
+        optimizer.grads = [np.float32([math.inf])] if group.rank == odd else [*gradients]
         with pytest.raises(gradscale.TrainingStalledError) as caught:
-            guard.step(optimizer, loss=loss)
-        assert (said in str(caught.value)) == is_said
+            guard.step(optimizer)
+        return str(caught.value).partition("no weight has changed since")[2]
+
+    for place, said in enumerate(run_ranks(3, rank)):
+        other = f". No gradient of this rank is inf or NaN: the log of rank {odd} may have the cause"
+        assert said.endswith(other) == (place != odd), said
+        assert ("Cause: model" in said) == (place == odd)
 
 
 def test_refusals_of_the_program_are_no_stall_and_end_none():

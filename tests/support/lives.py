@@ -505,7 +505,8 @@ class Model:
         moved = "" if scales[0] == scales[-1] == 1.0 else f"the scale went from {scales[0]:g} to {scales[-1]:g}, and "
         said = [
             f"each of the last {len(streak)} steps of ",
-            f" was skipped: {reasons}; first seen by rank {ranks}; {moved}it has changed no weight since",
+            f" was skipped: {reasons}; first seen by rank {ranks}; {moved}no weight has changed since, of those that "
+            f"it steps",
             *(["All is judged by skip=SkipSpikes("] if streak.reasons["spike"] and self.settings["skip"] else []),
         ]
         return gradscale.TrainingStalledError if gives_up else gradscale.TrainingStalledWarning, said
