@@ -234,7 +234,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
-            Its gradients are overwritten. Sparse float16 ones are coalesced first, which replaces ``.grad``.
+            Its gradients are overwritten. Sparse ones of float16, and all with ``max_norm``, are coalesced first,
+            which replaces ``.grad``.
         max_norm : float, optional
             Clip them to this global 2-norm in the same pass, as ``torch.nn.utils.clip_grad_norm_`` does afterwards:
             that of DTensors over their mesh, whatever the group is. Default: the constructor's.

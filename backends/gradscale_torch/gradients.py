@@ -107,7 +107,7 @@ class DeferredClip:
 
 
 class TensorGradients:
-    """An optimizer's gradients on their way. Collecting coalesces sparse float16 ones, and modifies no others."""
+    """An optimizer's gradients on their way. Collecting coalesces sparse ones if it must, and modifies no others."""
 
     is_touched = False
 
@@ -120,7 +120,8 @@ class TensorGradients:
         # The tensors of values, to be overwritten; and the sparse gradients with duplicate indices, whose sums must be
         # judged once they are unscaled. Optimizers that unscale by themselves, and clipping alone, take float16.
         takes_fp16 = settings.allows_fp16 or not (request.divides and request.are_scaled)
-        self._tensors, self._uncoalesced = _collect(parameters, allow_fp16=takes_fp16)
+        has_norm = request.max_norm is not None
+        self._tensors, self._uncoalesced = _collect(parameters, allow_fp16=takes_fp16, has_norm=has_norm)
 
     @property
     def like(self) -> Tensor:
@@ -254,16 +255,10 @@ class TensorGradients:
 
     def _require_whole(self) -> None:
         """Raise InvalidValueError for gradients that are sums still to be made, before anything is modified."""
-        name = type(self._optimizer).__name__
         sharded: list[Any] = [one for one in self._parameters.listed.unique if hasattr(one, "device_mesh")]
         if any(placement.is_partial() for one in sharded if one.grad is not None for placement in one.grad.placements):
+            name = type(self._optimizer).__name__
             msg = f"unscale_(max_norm=) needs reduced gradients, got DTensors with Partial placements in {name}"
-            raise InvalidValueError(msg)
-        if self._uncoalesced:
-            msg = (
-                f"unscale_(max_norm=) needs coalesced sparse gradients, got {len(self._uncoalesced)} with duplicate "
-                f"indices in {name}: assign grad.coalesce() first"
-            )
             raise InvalidValueError(msg)
 
 
@@ -339,7 +334,7 @@ def forbid_meta(groups: Groups) -> None:
             raise InvalidTypeError(msg)
 
 
-def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Sequence[Tensor]]:
+def _collect(parameters: Parameters, *, allow_fp16: bool, has_norm: bool) -> tuple[Groups, Sequence[Tensor]]:
     """Return the tensors of floating gradients, and sparse ones with duplicate indices: a host read on a device."""
     tensors = [gradient for parameter in parameters.listed.unique if (gradient := parameter.grad) is not None]
     if len(set(map(id, tensors))) < len(tensors):
@@ -362,9 +357,10 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
     for parameter in reversed(owned.values()):
         grad = parameter.grad
         if grad.layout == torch.sparse_coo and not grad.is_coalesced():
-            if grad.dtype is torch.float16:
-                # The optimizer would sum the duplicates in float16, where they overflow easily.
-                summed = grad.to(torch.float32).coalesce().to(torch.float16)
+            if has_norm or grad.dtype is torch.float16:
+                # Only sums have a norm; and the optimizer would sum in float16, where they overflow easily.
+                is_half = grad.dtype is torch.float16
+                summed = grad.to(torch.float32 if is_half else grad.dtype).coalesce().to(grad.dtype)
                 for one in parameters.listed.unique:
                     if one.grad is grad:
                         one.grad = summed

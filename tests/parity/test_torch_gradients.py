@@ -107,7 +107,7 @@ class Case:
         unscaled = [one / self.scale for one in self.stored]
         self.norm, self.factor, self.max_norm = norm_of(unscaled), 1.0, None
         self.has_duplicates = any(one.is_sparse and not one.is_coalesced() for one in self.gradients)
-        if draw() < 0.5 and not self.has_duplicates:
+        if draw() < 0.5:
             self.max_norm = choice([0.0, 1.0, math.inf, self.norm / 2, self.norm * 2])
             # The norm is a float32, and an infinite one is an overflow.
             if self.norm < (LARGEST if self.is_enabled else math.inf):
@@ -225,17 +225,19 @@ def test_a_factor_that_is_one_bit_too_large_is_found(monkeypatch: pytest.MonkeyP
 # Clipping.
 
 
-@pytest.mark.parametrize(("enabled", "norm"), [(True, 3.0), (False, 24.0)], ids=["enabled", "disabled"])
-def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched(enabled: bool, norm: float):
-    run = Small(GradScaler("cpu", init_scale=8.0, enabled=enabled), size=4)
-    run.put(torch.sparse_coo_tensor([[1, 1]], [8.0, 16.0], (4,)))
-    with pytest.raises(InvalidValueError, match="coalesce"):
-        run.scaler.unscale_(run.optimizer, max_norm=1.0)
-    assert run.parameter.grad._values().tolist() == [8.0, 16.0]
-    run.parameter.grad = run.parameter.grad.coalesce()
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("indices", [[1, 1], [1, 2], [1]], ids=["duplicates", "not coalesced", "coalesced"])
+@pytest.mark.parametrize(("enabled", "norm"), [(True, 5.0), (False, 40.0)], ids=["enabled", "disabled"])
+def test_sparse_gradients_are_clipped_by_the_norm_of_their_sums(enabled, norm: float, indices: list[int], dtype: str):
+    scaler = GradScaler("cpu", init_scale=8.0, enabled=enabled, allow_fp16_grads=True)
+    run = Small(scaler, dtypes=[dtype], size=4)
+    values = {(1, 1): [16.0, 24.0], (1, 2): [24.0, 32.0], (1,): [40.0]}[tuple(indices)]
+    given = torch.sparse_coo_tensor([indices], values, (4,), dtype=run.parameter.dtype)
+    run.put(given.coalesce() if len(indices) == 1 else given)
     assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == norm
     run.scaler.step(run.optimizer)
-    assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
+    wanted = [0.0, -0.6, -0.8, 0.0] if indices == [1, 2] else [0.0, -1.0, 0.0, 0.0]
+    assert run.parameter.tolist() == pytest.approx(wanted, rel=2.0**-8 if dtype == "bfloat16" else 2.0**-10)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
