@@ -345,6 +345,9 @@ def no_optimizer(got: object, members: str) -> InvalidTypeError:
     if isinstance(got, type):
         return InvalidTypeError(f"an optimizer must be an instance, got {shown(got)}: call it, {got.__name__}(...)")
     text = f"{shown(got)} of type {type(got).__name__}"
+    if callable(got):
+        # The whole of a model is long.
+        text = f"a {type(got).__name__}, a model or a function: pass the optimizer"
     if isinstance(got, (list, tuple, dict, set, frozenset)):
         text = f"a {type(got).__name__} of {len(got)}: make this call for each optimizer"
     return InvalidTypeError(f"an optimizer must have {members}, got {text}")

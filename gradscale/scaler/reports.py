@@ -205,11 +205,11 @@ class Reports:
     def __contains__(self, optimizer: object) -> bool:
         return id(optimizer) in self._last
 
-    def last(self, optimizer: object) -> StepReport:
+    def last(self, optimizer: object, call: str = "last_step()") -> StepReport:
         """Return the report of an optimizer's last step; a deferred verdict is read now."""
         last = self._last.get(id(optimizer))
         if last is None:
-            msg = f"last_step() needs a step() of this optimizer first, got one of type {type(optimizer).__name__}"
+            msg = f"call {call} after step(optimizer), got a {type(optimizer).__name__} that was not stepped"
             if getattr(optimizer, "optimizer", None) in self:
                 msg += ", around one that was stepped: pass its attribute .optimizer"
             raise CallOrderError(msg)

@@ -484,7 +484,7 @@ class GradScaler:
         if wrong:
             msg = f"schedule {wrong}: call step_schedule(optimizer, schedule)"
             raise InvalidTypeError(msg)
-        if not self.last_step(optimizer).skipped:
+        if not self._parts.reports.last(optimizer, "step_schedule(optimizer, schedule)").skipped:
             schedule.step(*args, **kwargs)
 
     @property

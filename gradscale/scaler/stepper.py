@@ -102,6 +102,8 @@ class Step:
                     f"unscaled nor judged: step it without a closure"
                 )
                 raise CallOrderError(msg)
+        elif isinstance(error, TypeError):
+            self._require_arguments(error)
         # Set before for a step without a closure, whose evaluations would be taken for another loss.
         self.turn.has_failed = not is_over and not (self.verdict and self.verdict.reason)
         if is_over:
@@ -111,6 +113,19 @@ class Step:
                 self.verdict = self.iteration.decline(self.turn, self.verdict)
             self._record(self)
         return is_over
+
+    def _require_arguments(self, error: TypeError) -> None:
+        """Raise InvalidTypeError if the optimizer's step needs other arguments than it was given."""
+        try:
+            # Some functions do not tell their arguments.
+            with contextlib.suppress(ValueError):
+                inspect.signature(self.optimizer.step).bind(*self.args, **self.kwargs)
+        except TypeError as mismatch:
+            msg = (
+                f"{type(self.optimizer).__name__}.step() is called without arguments, but for those that follow the "
+                f"optimizer in step(optimizer, ...), got {mismatch}: let it read the gradients from .grads"
+            )
+            raise InvalidTypeError(msg) from error
 
     def _find_closure(self) -> Callable[..., object] | None:
         """Return the closure among the arguments: ``closure=``, or else the first positional one if callable."""

@@ -270,3 +270,74 @@ def test_a_loop_goes_on_after_a_warning_that_is_an_error(slip: str, size: int, m
         results = run_ranks(size, rank) if size else [rank(None)]
     steps = 6 - 2 * (slip in ("no gradients", "stalled"))
     assert results == [([text], steps)] * max(size, 1)
+
+
+# What is passed in place of an optimizer, or has another signature.
+
+
+class Model:
+    """A model whose text is long."""
+
+    def __call__(self) -> None: ...
+
+    def __repr__(self) -> str:
+        return "Linear(4, 4)\n" * 1000
+
+
+KINDS = {"scaler": GradScaler, "guard": gradscale.StepGuard}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("call", ["step", "unscale_", "refuse", "diagnose"])
+@pytest.mark.parametrize("model", [Model(), lambda: None], ids=["model", "function"])
+def test_a_model_in_place_of_its_optimizer_is_told_in_a_few_words(kind, call: str, model: object):
+    scaler = kind()
+    scaler.scale(np.float32(1.0))
+    with pytest.raises(gradscale.InvalidTypeError, match=r", a model or a function: pass the optimizer$") as caught:
+        getattr(scaler, call)(model)
+    assert len(str(caught.value)) <= 300
+
+
+class Handwritten(Tree):
+    """An optimizer whose step takes arguments, and may raise an error of its own."""
+
+    def step(self, grads: object, lr: Any = 0.1):
+        """Take gradients."""
+        return grads if lr else len(lr)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_step_that_takes_gradients_is_told_of_and_errors_of_its_own_stay(kind):
+    def step(*args: object, **kwargs: object):
+        scaler, optimizer = kind(), Handwritten([np.float32([1.0])])
+        scaler.scale(np.float32(1.0))
+        return scaler.step(optimizer, *args, **kwargs)
+
+    said = r"Handwritten\.step\(\) is called without arguments, .*got {}: let it read the gradients from \.grads$"
+    for args, wrong in (((), "missing .*'grads'"), ((1, 2, 3), "too many.*")):
+        with pytest.raises(gradscale.InvalidTypeError, match=said.format(wrong)):
+            step(*args)
+    assert step("a") == "a"
+    scaler = kind()
+    scaler.scale(np.float32(1.0))
+    for call, wrong in (
+        (lambda: step("a", lr=0), "has no len"),
+        (lambda: scaler.step(Evaluating(), lambda: Handwritten().step()), "missing 1 required"),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(TypeError, match=wrong) as caught:
+            call()
+        assert not isinstance(caught.value, gradscale.GradscaleError)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_what_comes_after_a_step_says_so_before_it(kind):
+    scaler, optimizer = kind(), Tree([np.float32([1.0])])
+    schedule = type("Schedule", (), {"step": lambda _: None})()
+    for call, said in (
+        (lambda: scaler.step_schedule(optimizer, schedule), r"step_schedule\(optimizer, schedule\)"),
+        (lambda: scaler.last_step(optimizer), r"last_step\(\)"),
+    ):
+        with pytest.raises(
+            CallOrderError, match=rf"^call {said} after step\(optimizer\), got a Tree that was not stepped$"
+        ):
+            call()
