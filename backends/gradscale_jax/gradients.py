@@ -86,7 +86,7 @@ class Differentiated(Generic[P, V]):
 
 def value_and_grad(
     fun: Callable[P, V],
-    policy: Policy,
+    policy: Policy = None,  # type: ignore[assignment]  # The error for none says what to give.
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,

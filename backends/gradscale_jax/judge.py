@@ -122,12 +122,14 @@ class Judge:
         """Return the windows of a state; InvalidTypeError for a state of another rule, or that counts or does not."""
         shapes = {name: np.shape(fields[0]) for name, fields in (state.windows or {}).items()}
         counts = state.tally is not None
-        if shapes != self._named(lambda rule: (len(rule.of), rule.window)) or counts is not self._counts:
-            words = ["does not count steps", "counts steps (warn_after=, give_up_after=)"]
+        words = ["does not count steps", "counts steps (warn_after=, give_up_after=)"]
+        both = self._named(lambda rule: (len(rule.of), rule.window)), shapes
+        skips = [f"has skip= and windows of shape {of_one}" if of_one else "has no skip=" for of_one in both]
+        pairs = (words[self._counts], words[counts]), skips
+        if differences := [f"one that {own}, got one that {theirs}" for own, theirs in pairs if own != theirs]:
             msg = (
-                f"the state must be one that {words[self._counts]}, got one that {words[counts]}, and one made "
-                f"{f'with skip={self.skip!r}' if self.skip else 'without skip='}, got windows of shape "
-                f"{shapes or None}: begin with init(params), or give the options that the state was made with"
+                f"the state must be {', and '.join(differences)}: begin with init(params), or give the options that "
+                f"the state was made with"
             )
             raise InvalidTypeError(msg)
         return SpikeState(*next(iter(state.windows.values()))) if shapes else None

@@ -94,7 +94,7 @@ class ScaledOptimizerState(_Stored):
 
 def scaled(
     tx: optax.GradientTransformation | optax.MultiSteps,
-    policy: Policy,
+    policy: Policy = None,  # type: ignore[assignment]  # The error for none says what to give.
     *,
     axis_name: Hashable | Sequence[Hashable] | None = None,
     dtype: DTypeLike | None = None,
@@ -280,8 +280,9 @@ def _only_state(opt_state: object) -> ScaledOptimizerState:
     if len(found) != 1:
         got = f"{len(found)}: one loss has one scale" if found else f"{type(opt_state).__name__} without one"
         msg = (
-            f"opt_state must hold one state of gradscale_jax.scaled(tx, policy), got {got}; give what its init(params) "
-            f"returned (restore a checkpoint into that), with one scaled() around the whole, or the part that is meant"
+            f"opt_state must hold one state of gradscale_jax.scaled(tx, policy) or guarded(tx), got {got}; give what "
+            f"its init(params) returned (restore a checkpoint into that), with one scaled() or guarded() around the "
+            f"whole, or the part that is meant"
         )
         raise InvalidValueError(msg)
     return found[0]

@@ -173,5 +173,42 @@ def test_windows_of_another_rule_or_of_none_are_kept_and_refused():
     for used, own in zip(transformations, states, strict=True):
         for state in (*states, unnamed):
             if state is not own:
-                with pytest.raises(TYPE, match=r"got windows of shape .*: begin with init"):
+                with pytest.raises(TYPE, match=r"must be one that has .*, got one that has .*: begin with init"):
                     update(used, ONES, state=state, value=1.0)
+
+
+NONE = "one that has no skip="
+OF = "one that has skip= and windows of shape {{'gradscale_loss': (1, {})}}"
+COUNTS = "one that does not count steps", r"one that counts steps (warn_after=, give_up_after=)"
+
+
+@pytest.mark.parametrize(
+    "make", [gradscale_jax.guarded, lambda tx, **options: gradscale_jax.scaled(tx, POLICY, **options)]
+)
+@pytest.mark.parametrize(
+    ("old", "new", "differences"),
+    [
+        ({"skip": RULES[1]}, {"skip": RULES[2]}, [(OF.format(4), OF.format(8))]),
+        ({}, {"skip": RULES[1]}, [(OF.format(8), NONE)]),
+        ({"skip": RULES[1]}, {}, [(NONE, OF.format(8))]),
+        ({}, {"warn_after": 3}, [COUNTS[::-1]]),
+        ({"give_up_after": 3, "skip": RULES[1]}, {}, [COUNTS, (NONE, OF.format(8))]),
+    ],
+    ids=["window", "skip= turned on", "skip= turned off", "counts turned on", "both turned off"],
+)
+def test_only_what_differs_of_the_options_of_a_state_is_named(make, old, new, differences: list[tuple[str, str]]):
+    said = ", and ".join(f"{wanted}, got {got}" for wanted, got in differences)
+    with pytest.raises(TYPE) as caught:
+        make(SGD, **new).update(ONES, make(SGD, **old).init(ONES), ONES, value=1.0)
+    assert str(caught.value).startswith(f"the state must be {said}: begin with init(params), or give")
+
+
+def test_a_missing_policy_or_state_is_told_with_what_to_give():
+    for call in (gradscale_jax.scaled, gradscale_jax.value_and_grad):
+        with pytest.raises(TYPE, match=r"policy must be an instance of a policy, such as gradscale\.DynamicScale\(\)"):
+            call(SGD)
+    for read in (gradscale_jax.verdict_of, gradscale_jax.scale_state):
+        with pytest.raises(
+            VALUE, match=r"one state of gradscale_jax\.scaled\(tx, policy\) or guarded\(tx\), got tuple"
+        ):
+            read(optax.adam(0.1).init(ONES))
