@@ -160,9 +160,9 @@ def _require_standard(x: Array) -> None:
         library = arithmetic.library_name(array_namespace(x))
         listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in missing.items())
         msg = (
-            f"{library} has no adapter for gradscale, and lacks what it needs of the array API standard of 2023.12 or "
-            f"newer, got {listed} missing: write an adapter for it, derived from gradscale.Backend, or convert the "
-            f"arrays"
+            f"{library} lacks what gradscale needs of the array API standard of 2023.12 or newer, got {listed} missing "
+            f"and no adapter registered: write one, derived from gradscale.Backend, and register it (given as backend= "
+            f"alone it leaves a policy's state to these), or convert the arrays"
         )
         raise BackendNotAvailableError(msg)
 

@@ -182,6 +182,13 @@ def check_on(size: int, like, wrap: Callable[[ThreadCollectives], Any]):
     run_ranks(size, rank, timeout=10.0)
 
 
+def test_a_library_that_does_not_tell_its_dtypes_is_told_so(monkeypatch: pytest.MonkeyPatch):
+    like = np.zeros(1, np.float32)
+    monkeypatch.delattr(array_namespace(like), "__array_namespace_info__")
+    with pytest.raises(gradscale.BackendNotAvailableError, match=r"numpy must have __array_namespace_info__\(\)"):
+        check_backend(Core(), like, dtypes=[np.float32])
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_collectives_of_threads_pass(arrays: Library, size: int):
     check_on(size, arrays.asarray(0.0), lambda collectives: collectives)

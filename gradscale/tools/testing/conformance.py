@@ -70,6 +70,8 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     ------
     AssertionError
         With the case and both answers, if it differs from the pure core.
+    BackendNotAvailableError
+        For a library that does not tell its dtypes, by ``__array_namespace_info__``.
 
     Examples
     --------
@@ -82,6 +84,9 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
         msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {shown(backend)}"
         raise InvalidTypeError(msg)
     xp, device = array_namespace(like), device_of(like)
+    if not hasattr(xp, "__array_namespace_info__"):
+        msg = f"{arithmetic.library_name(xp)} must have __array_namespace_info__(), which tells its dtypes, got none"
+        raise BackendNotAvailableError(msg)
     widest = xp.float64 if arithmetic.has_float64(xp, device) else xp.float32
     _check_reading(backend, xp, device)
     # A member that is not overridden is the pure function, with which it would be compared.
