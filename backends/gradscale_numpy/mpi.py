@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
+from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.extras import needs, remedy
 from gradscale.waiting import GroupWait, forbid_forked, on_fork, poll, require_message
 
@@ -107,7 +107,8 @@ class MPICollectives:
     CallOrderError
         When MPI is not initialised, or finalised.
     BackendError
-        When MPI fails, and after that or a collective that was given up; in a child after fork, for its parent's MPI.
+        When MPI fails, and after that or a collective that was given up; for a communicator that was freed; in a child
+        after fork, for its parent's MPI.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
@@ -157,6 +158,9 @@ class MPICollectives:
     def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin a MAX all-reduce as :class:`gradscale.Collectives` do; the host reads a device's array now."""
         _require_not_finalized()
+        if self._comm == MPI.COMM_NULL:
+            msg = f"the communicator was freed on rank {self.rank} of {self.size}: keep it, or set_group() to another"
+            raise BackendError(msg)
         require_message(x)
         is_host = isinstance(x, np.ndarray)
         send = np.ascontiguousarray(x) if is_host else np.asarray(registry.backend_for(x).read(x), dtype=np.int32)

@@ -327,6 +327,42 @@ def test_a_communicator_that_was_given_up_is_not_freed():
     assert completed.returncode == 0, completed.stderr
 
 
+FREED = """
+from mpi4py import MPI
+import numpy as np
+import gradscale
+from scenarios import SGD, gradients, raised
+
+comm, other, optimizer = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup(), SGD(gradients("numpy"))
+scalers = [gradscale.ShardedGradScaler(group=comm, timeout=20.0) for _ in range(2)]
+for scaler in scalers:
+    scaler.scale(np.float32(1.0))
+    scaler.step(optimizer)
+    scaler.update()
+comm.Free()
+for scaler in scalers:
+    scaler.scale(np.float32(1.0))
+    said = "communicator was freed on rank", "keep it, or set_group() to another"
+    raised(gradscale.BackendError, lambda: scaler.step(optimizer), *said)
+    scaler.set_group(other)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.scale(np.float32(1.0))
+    scaler.step(optimizer)
+    scaler.update()
+assert optimizer.steps == 4
+"""
+
+
+@mpi_only
+@pytest.mark.parametrize(
+    "size", [pytest.param(None, marks=pytest.mark.tier("quick")), 2], ids=["without mpiexec", "2 ranks"]
+)
+def test_a_communicator_that_was_freed_is_named_and_another_takes_its_place(size: int | None):
+    command = [sys.executable, "-c", FREED] if size is None else mpi_command(size, "-c", FREED)
+    completed = ran(*command, **ENVIRONMENT)
+    assert completed.returncode == 0, completed.stderr
+
+
 # Over torch.
 
 
