@@ -156,8 +156,8 @@ def load_foreign_state(
     Parameters
     ----------
     state : mapping
-        Of torch (``state_dict()``; NeMo's, too), Megatron (``state_dict()``), DeepSpeed (the optimizer's without ZeRO,
-        or ``vars()`` of its loss scaler), apex (``amp.state_dict()``, FP16_Optimizer's, or ``vars()`` of its loss
+        Of torch (``state_dict()``; NeMo's, too), Megatron (``state_dict()``), DeepSpeed (the optimizer's, or
+        ``vars()`` of its loss scaler), apex (``amp.state_dict()``, FP16_Optimizer's, or ``vars()`` of its loss
         scaler), Keras (LossScaleOptimizer's variables by name, or by number as saved), flax (``to_state_dict``, or
         ``vars()``), or jmp (``vars()``). Values are Python numbers or arrays of one element, which are read from their
         device. Not modified.
@@ -191,6 +191,9 @@ def load_foreign_state(
     """
     system = None if format is None else validation.choice("format", format, _SYSTEMS)
     fields: _Fields = validation.mapping("state", state, _A_STATE)
+    if "loss_scaler" in fields:
+        # ZeRO's optimizers save their scaler as an object.
+        fields = validation.mapping("loss_scaler", getattr(fields["loss_scaler"], "__dict__", fields["loss_scaler"]))
     # apex's amp numbers the scalers of its losses.
     scalers = [key for key in fields if isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key)]
     if scalers or loss_id is not None:

@@ -5,6 +5,7 @@ import io
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ DEEPSPEED = WINDOW | {
     "dtype": object(),
 }
 STAGE0 = WINDOW | {"cur_iter": 4_000_010, "last_overflow_iter": 4_000_003, "dynamic_loss_scale": True}
+# The dicts that optimizers save hold the scaler itself.
+ZERO = {"loss_scaler": SimpleNamespace(**DEEPSPEED), "dynamic_loss_scale": True, "overflow": False, "zero_stage": 2}
 APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}
 KERAS = {"dynamic_scale": 32768.0, "step_counter": 1}
 FLAX = {"scale": 65536.0, "fin_steps": 4}
@@ -44,6 +47,8 @@ STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int, set[str]]] = {
     "deepspeed-stage0": (STAGE0, "deepspeed", 256.0, 2, 0, {"min_scale", "system"}),
     "apex-amp": (APEX, "apex", 512.0, 3, 0, OF_APEX),
     "apex-one": (APEX["loss_scaler0"], "apex", 512.0, 3, 0, OF_APEX),
+    "deepspeed-zero": (ZERO, "deepspeed", 256.0, 2, 1, set()),
+    "apex-fp16_utils-whole": (ZERO | {"loss_scaler": SimpleNamespace(**WINDOW)}, "apex", 256.0, 2, 0, set()),
     "apex-fp16_utils": (WINDOW, "apex", 256.0, 2, 0, set()),
     "keras": (KERAS, "keras", 32768.0, 1, 0, {"growth_interval"}),
     "flax": (FLAX, "flax", 65536.0, 4, 0, {*FACTORS, "growth_interval", "min_scale"}),
