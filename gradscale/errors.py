@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 _LONGEST = 1000
-# Of a message, of which the end says what to do.
-_LONGEST_MESSAGE, _LONGEST_END = 2000, 600
+# Of a message, whose end says what to do.
+_LONGEST_MESSAGE = 2000
 _SHOWN = 12
 # Packages with frames between a user's line and a warning; torch's are its compiler's.
 _BETWEEN = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_jax", "torch", "contextlib", "functools"}
@@ -169,8 +169,7 @@ def shown(value: object) -> str:
 def one_line(text: str) -> str:
     """Return text that may hold names from outside, with line breaks and escapes written out; 2000 characters of it."""
     line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
-    start = _LONGEST_MESSAGE - _LONGEST_END
-    return line if len(line) <= _LONGEST_MESSAGE else f"{line[: start - 5]} ... {line[-_LONGEST_END:]}"
+    return line if len(line) <= _LONGEST_MESSAGE else f"{line[: _LONGEST_MESSAGE - 605]} ... {line[-600:]}"
 
 
 def key_names(keys: Iterable[object]) -> str:

@@ -362,8 +362,7 @@ def _table(entries: Sequence[ParameterReport]) -> list[str]:
 
 def _cells(entry: ParameterReport) -> list[str]:
     # The end of a long name tells more than its beginning.
-    name = entry.place
-    name = name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
+    name = entry.place if len(entry.place) <= _LONGEST_NAME else f"...{entry.place[3 - _LONGEST_NAME :]}"
     if entry.missing:
         return [name, _rank(entry), "no gradient", *[""] * 6]
     largest = "none" if entry.largest is None else f"{entry.largest:.3g}"
