@@ -209,7 +209,7 @@ class Reports:
         """Return the report of an optimizer's last step; a deferred verdict is read now."""
         last = self._last.get(id(optimizer))
         if last is None:
-            msg = f"call {call} after step(optimizer), got a {type(optimizer).__name__} that was not stepped"
+            msg = f"call {call} after a step() of this optimizer, got one of type {type(optimizer).__name__}"
             if getattr(optimizer, "optimizer", None) in self:
                 msg += ", around one that was stepped: pass its attribute .optimizer"
             raise CallOrderError(msg)
