@@ -73,14 +73,19 @@ def test_ranks_agree(world: World, library: str):
     agree(world, scenarios.play, cases)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4], ids=["2 ranks", "3 ranks", "grid"])
 @pytest.mark.parametrize("way", scenarios.WAYS_IN_A_GRID)
-def test_messages_over_a_list_of_groups_keep_the_order_in_which_they_were_sent(way: str):
-    for odd_rank in range(4):
-        groups = scenarios.grid_of_threads()
-        results = run_ranks(
-            4, lambda group, g=groups, o=odd_rank: scenarios.alone_in_a_grid(g(group.rank), group.rank, o, way)
-        )
-        assert results == results[:1] * 4
+def test_messages_over_a_list_of_groups_keep_the_order_in_which_they_were_sent(way: str, size: int):
+    for odd_rank in range(size):
+        worlds = [run_ranks(size, lambda group: group, timeout=60.0) for _ in range(2)]
+        grid = scenarios.grid_of_threads()
+
+        def rank(group, odd_rank: int = odd_rank, worlds: Any = worlds, grid: Any = grid) -> Any:
+            groups = grid(group.rank) if size == 4 else [world[group.rank] for world in worlds]
+            return scenarios.alone_in_a_grid(groups, group.rank, odd_rank, way)
+
+        results = run_ranks(size, rank)
+        assert results == results[:1] * size
 
 
 def test_a_count_of_another_dtype_or_library_and_a_spike_that_is_no_flag_are_refused(strict: Library):
