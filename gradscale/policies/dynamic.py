@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 from array_api_compat import array_namespace, is_array_api_obj, to_device
 
@@ -22,6 +22,7 @@ AtMin = Literal["clamp", "hold", "raise"]
 GrowthAfter = Literal["interval", "first_interval_plus_one", "interval_plus_one"]
 Refill = Literal["clean_step", "growth", "backoff"]
 
+_AT_MIN: tuple[AtMin, ...] = ("clamp", "hold", "raise")
 _GROWTH_AFTER: tuple[GrowthAfter, ...] = ("interval", "first_interval_plus_one", "interval_plus_one")
 _REFILL: tuple[Refill, ...] = ("clean_step", "growth", "backoff")
 
@@ -47,108 +48,7 @@ def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Para
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BoundedScale:
-    """The base of all rules with factors and bounds, whose fields are those of :class:`DynamicScale`."""
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_scale: float = validation.SMALLEST_NORMAL
-    max_scale: float | None = None
-    at_min: AtMin = "clamp"
-
-    AT_MIN_CHOICES: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold", "raise")
-    # The most that the tracker can count.
-    LARGEST_INTERVAL: ClassVar[int] = validation.LARGEST_INT32
-    # A larger factor would overflow in the product that is discarded where growth is not made.
-    LARGEST_GROWTH: ClassVar[float] = validation.LARGEST_FLOAT32
-
-    def __post_init__(self) -> None:
-        for name, value in self.checked_settings().items():
-            object.__setattr__(self, name, value)
-        if not self.min_scale <= self.init_scale <= self.largest_scale:
-            msg = (
-                f"init_scale must lie within min_scale and max_scale, got init_scale={self.init_scale!r}, "
-                f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
-            )
-            raise InvalidValueError(msg)
-
-    def checked_settings(self) -> dict[str, object]:
-        """Return the checked values of all fields; a rule checks those that it adds first, and then these."""
-        return {
-            "init_scale": validation.scale("init_scale", self.init_scale),
-            "growth_factor": validation.number(
-                "growth_factor", self.growth_factor, above=1.0, at_most=self.LARGEST_GROWTH
-            ),
-            "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
-            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self.LARGEST_INTERVAL),
-            "min_scale": validation.scale("min_scale", self.min_scale),
-            "at_min": validation.choice("at_min", self.at_min, self.AT_MIN_CHOICES),
-            "max_scale": None if self.max_scale is None else validation.scale("max_scale", self.max_scale),
-        }
-
-    @property
-    def largest_scale(self) -> float:
-        """``max_scale``, or float32's own largest."""
-        return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
-
-    def init(self, like: Array = None) -> ScaleState:
-        """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
-        return _first_state(self.init_scale, like)
-
-    @verdict_by_name
-    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
-        """Return the state after a step, in new arrays: backed off, grown, or with its trackers advanced. No host read.
-
-        Parameters
-        ----------
-        state : ScaleState
-            The state that the step's gradients were scaled and unscaled with; unchanged.
-        nonfinite : array
-            0-d and of any numeric or bool dtype; anything but zero is an overflow. On any device of the library.
-        """
-        return self.next_state(array_namespace(state.scale), state, overflow_flag(nonfinite, state.scale))
-
-    def next_state(self, xp: ModuleType, state: ScaleState, overflow: Array) -> ScaleState:
-        """Return the state after a step; each rule has its own."""
-        raise NotImplementedError
-
-    def clamp(self, scale: float) -> float:
-        """Return a scale moved into ``[min_scale, max_scale]``."""
-        return min(max(scale, self.min_scale), self.largest_scale)
-
-    def backoff(self, state: ScaleState) -> ScaleState:
-        """Return the state with the scale backed off once, even if the overflow is tolerated, and trackers of 0."""
-        xp = array_namespace(state.scale)
-        zeros = [xp.zeros_like(tracker) for tracker in state[1:]]
-        return new_state(xp, self.lowered_scale(xp, state.scale), *zeros)
-
-    def at_min_scale(self, state: ScaleState) -> Array | None:  # noqa: ARG002
-        """Return None: it never raises."""
-        return None
-
-    def lowered_scale(self, xp: ModuleType, scale: Array) -> Array:
-        """Return a scale backed off once, as ``at_min`` says. No host read."""
-        lowered = times(xp, scale, self.backoff_factor)
-        floor = xp.full_like(scale, self.min_scale)
-        if self.at_min == "hold":
-            return xp.where(lowered < floor, scale, lowered)
-        return xp.maximum(lowered, floor)
-
-    def raised_scale(self, xp: ModuleType, scale: Array) -> Array:
-        """Return a scale that has grown once, or as far as float32 and ``max_scale`` allow."""
-        # Chosen before the product, so that no library has an overflow to warn of.
-        fits = scale <= xp.full_like(scale, validation.largest_with_finite_product(self.growth_factor))
-        product = times(xp, xp.where(fits, scale, xp.full_like(scale, 1.0)), self.growth_factor)
-        if self.max_scale is None:
-            return xp.where(fits, product, scale)
-        largest = xp.full_like(scale, self.max_scale)
-        return xp.where(fits, xp.minimum(product, largest), largest)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicScale(BoundedScale):
+class DynamicScale:
     """Back the scale off on an overflow, and let it grow after a run of clean steps.
 
     The defaults are torch.amp's rule. The scale is never inf, NaN or 0: growth that float32 cannot hold is not made,
@@ -205,10 +105,56 @@ class DynamicScale(BoundedScale):
     32768.0
     """
 
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = validation.SMALLEST_NORMAL
+    max_scale: float | None = None
+    at_min: AtMin = "clamp"
     growth_after: GrowthAfter = "interval"
     hysteresis: int = 1
     hysteresis_refill: tuple[Refill, ...] = ("clean_step",)
     tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        most = validation.LARGEST_INT32
+        checked: dict[str, object] = {
+            "growth_after": validation.choice("growth_after", self.growth_after, _GROWTH_AFTER),
+            "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, most),
+            "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, _REFILL),
+            # The tracker counts one step more where growth comes one step later.
+            "growth_interval": validation.integer(
+                "growth_interval", self.growth_interval, 1, most - (self.growth_after != "interval")
+            ),
+            "init_scale": validation.scale("init_scale", self.init_scale),
+            # A larger factor would overflow in the product that is discarded where growth is not made.
+            "growth_factor": validation.number(
+                "growth_factor", self.growth_factor, above=1.0, at_most=validation.LARGEST_FLOAT32
+            ),
+            "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
+            "min_scale": validation.scale("min_scale", self.min_scale),
+            "at_min": validation.choice("at_min", self.at_min, _AT_MIN),
+            "max_scale": None if self.max_scale is None else validation.scale("max_scale", self.max_scale),
+        }
+        if self.tolerance is not None:
+            checked["tolerance"] = validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)
+            if checked["hysteresis"] != 1:
+                msg = f"give hysteresis= or tolerance=, not both, got {self.hysteresis!r} and {self.tolerance!r}"
+                raise InvalidValueError(msg)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if not self.min_scale <= self.init_scale <= self.largest_scale:
+            msg = (
+                f"init_scale must lie within min_scale and max_scale, got init_scale={self.init_scale!r}, "
+                f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
+            )
+            raise InvalidValueError(msg)
+
+    @property
+    def largest_scale(self) -> float:
+        """``max_scale``, or float32's own largest."""
+        return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
 
     @property
     def largest_trackers(self) -> tuple[int, int, int]:
@@ -217,25 +163,22 @@ class DynamicScale(BoundedScale):
             return self.growth_interval, validation.LARGEST_INT32, validation.LARGEST_INT32
         return self.growth_interval, 0 if self.hysteresis == 1 else self.hysteresis, 0
 
-    def checked_settings(self) -> dict[str, object]:
-        """Return the checked values of the fields that this rule adds."""
-        checked: dict[str, object] = {
-            "growth_after": validation.choice("growth_after", self.growth_after, _GROWTH_AFTER),
-            "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, validation.LARGEST_INT32),
-            "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, _REFILL),
-        }
-        if self.growth_after != "interval":
-            # The tracker counts one step more where growth comes one step later.
-            validation.integer("growth_interval", self.growth_interval, 1, self.LARGEST_INTERVAL - 1)
-        if self.tolerance is not None:
-            checked["tolerance"] = validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)
-            if checked["hysteresis"] != 1:
-                msg = f"give hysteresis= or tolerance=, not both, got {self.hysteresis!r} and {self.tolerance!r}"
-                raise InvalidValueError(msg)
-        return checked | super().checked_settings()
+    def init(self, like: Array = None) -> ScaleState:
+        """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
+        return _first_state(self.init_scale, like)
 
-    def next_state(self, xp: ModuleType, state: ScaleState, overflow: Array) -> ScaleState:
-        """Return the state after a step."""
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+        """Return the state after a step, in new arrays: backed off, grown, or with its trackers advanced. No host read.
+
+        Parameters
+        ----------
+        state : ScaleState
+            The state that the step's gradients were scaled and unscaled with; unchanged.
+        nonfinite : array
+            0-d and of any numeric or bool dtype; anything but zero is an overflow. On any device of the library.
+        """
+        xp, overflow = array_namespace(state.scale), overflow_flag(nonfinite, state.scale)
         clean = xp.logical_not(overflow)
         threshold = self.growth_interval + (self.growth_after != "interval")
         run = next_count(xp, state.growth_tracker, threshold)
@@ -250,6 +193,16 @@ class DynamicScale(BoundedScale):
         scale = xp.where(backoff, self.lowered_scale(xp, state.scale), kept)
         return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
+    def clamp(self, scale: float) -> float:
+        """Return a scale moved into ``[min_scale, max_scale]``."""
+        return min(max(scale, self.min_scale), self.largest_scale)
+
+    def backoff(self, state: ScaleState) -> ScaleState:
+        """Return the state with the scale backed off once, even if the overflow is tolerated, and trackers of 0."""
+        xp = array_namespace(state.scale)
+        zeros = [xp.zeros_like(tracker) for tracker in state[1:]]
+        return new_state(xp, self.lowered_scale(xp, state.scale), *zeros)
+
     def at_min_scale(self, state: ScaleState) -> Array | None:
         """Return a 0-d bool: would an overflow now have to be raised; None without ``at_min="raise"``. No host read."""
         if self.at_min != "raise":
@@ -257,6 +210,24 @@ class DynamicScale(BoundedScale):
         xp = array_namespace(state.scale)
         at_min = state.scale <= xp.full_like(state.scale, self.min_scale)
         return as_0d_array(xp, xp.logical_and(at_min, self._backoff_due(xp, state)))
+
+    def lowered_scale(self, xp: ModuleType, scale: Array) -> Array:
+        """Return a scale backed off once, as ``at_min`` says. No host read."""
+        lowered = times(xp, scale, self.backoff_factor)
+        floor = xp.full_like(scale, self.min_scale)
+        if self.at_min == "hold":
+            return xp.where(lowered < floor, scale, lowered)
+        return xp.maximum(lowered, floor)
+
+    def raised_scale(self, xp: ModuleType, scale: Array) -> Array:
+        """Return a scale that has grown once, or as far as float32 and ``max_scale`` allow."""
+        # Chosen before the product, so that no library has an overflow to warn of.
+        fits = scale <= xp.full_like(scale, validation.largest_with_finite_product(self.growth_factor))
+        product = times(xp, xp.where(fits, scale, xp.full_like(scale, 1.0)), self.growth_factor)
+        if self.max_scale is None:
+            return xp.where(fits, product, scale)
+        largest = xp.full_like(scale, self.max_scale)
+        return xp.where(fits, xp.minimum(product, largest), largest)
 
     def _backoff_due(self, xp: ModuleType, state: ScaleState) -> Array:
         """Return a 0-d bool: would an overflow now be one too many, or reach the tolerated fraction of the steps."""

@@ -18,11 +18,10 @@ from gradscale.core import validation
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, shown
 from gradscale.policies.dynamic import DynamicScale
-from gradscale.policies.rules import GradualScale
 
 __all__ = [
-    *("apex", "apex_hysteresis", "chainer", "colossalai", "deepspeed", "deepspeed_stage0", "fairseq", "flax"),
-    *("guided_diffusion", "jmp", "keras", "megatron", "mindspore", "mpx", "named", "names"),
+    *("apex", "apex_hysteresis", "colossalai", "deepspeed", "deepspeed_stage0", "fairseq", "flax"),
+    *("jmp", "keras", "megatron", "mindspore", "mpx", "named", "names"),
     *("paddle", "paddle_static", "torch"),
 ]
 __dir__ = __all__.copy
@@ -31,8 +30,8 @@ _Given = ParamSpec("_Given")
 _Rule = TypeVar("_Rule", bound=Policy)
 
 
-class _Bounds(TypedDict, total=False):
-    """Settings of every rule, of which each preset takes some."""
+class _Settings(TypedDict, total=False):
+    """Settings of a DynamicScale, of which each preset takes some."""
 
     init_scale: float
     growth_factor: float
@@ -40,11 +39,6 @@ class _Bounds(TypedDict, total=False):
     growth_interval: int
     min_scale: float
     max_scale: float | None
-
-
-class _Settings(_Bounds, total=False):
-    """Settings of a DynamicScale, of which each preset takes some."""
-
     hysteresis: int
     tolerance: float
 
@@ -233,29 +227,6 @@ def mindspore(**settings: Unpack[_Settings]) -> DynamicScale:
     return _float32(settings, min_scale=1.0)
 
 
-@_preset(init_scale=1.0, growth_interval=1000, min_scale=1.0, max_scale=65504.0)
-def chainer(**settings: Unpack[_Bounds]) -> GradualScale:
-    """Return the rule of Chainer's ``Optimizer.loss_scaling()`` (``chainer/optimizer.py``).
-
-    From 1 the scale doubles on every clean step until the first overflow, and from then on in 1000 of them, by
-    2**(1/1000) each; an overflow halves it. It is no setting of DynamicScale, because each step multiplies.
-
-    Not reproduced: rounding errors that add up over the steps; a scale that no checkpoint holds.
-    """
-    return GradualScale(**settings, fast_start=True)
-
-
-@_preset(init_scale=2.0**20, growth_interval=1000)
-def guided_diffusion(**settings: Unpack[_Bounds]) -> GradualScale:
-    """Return the rule of guided-diffusion's MixedPrecisionTrainer (``guided_diffusion/fp16_util.py``).
-
-    The logarithm to base 2 starts at 20, rises by 1/1000 on each clean step and falls by 1 on an overflow.
-
-    Not reproduced: rounding errors that add up in the logarithm; a scale that reaches 0; no checkpoint of it.
-    """
-    return GradualScale(**settings)
-
-
 @_preset(init_scale=2.0**15, growth_factor=2.0, growth_interval=2000, min_scale=1.0)
 def jmp(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of jmp.DynamicLossScale (jmp 0.0.4), which has no default scale; 2**15 is its documentation's.
@@ -332,9 +303,9 @@ def names() -> list[str]:
     --------
     >>> from gradscale import presets
     >>> len(presets.names())
-    17
+    15
     >>> presets.names()[:3]
-    ['apex', 'apex_hysteresis', 'chainer']
+    ['apex', 'apex_hysteresis', 'colossalai']
     """
     return sorted(_PRESETS)
 

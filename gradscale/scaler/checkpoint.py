@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 from gradscale.core import validation
 from gradscale.core.protocols import Policy, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError, key_names, reading, shown
-from gradscale.policies.dynamic import BoundedScale, DynamicScale, StaticScale
-from gradscale.policies.rules import GradualScale
+from gradscale.policies.dynamic import DynamicScale, StaticScale
 from gradscale.scaler.guard import SavedWindows, text_of_windows, windows_from
 from gradscale.scaler.stall import SkipStreak, streaks_from, text_of
 
 VERSION = 1
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (DynamicScale, StaticScale, GradualScale)}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (DynamicScale, StaticScale)}
 # Our names of the trackers, by the keys they are saved under; torch knows only the first.
 _TRACKERS = {f"_{name}": name for name in ScaleState._fields[1:]}
 # What torch needs to keep a scale: it does not check that the growth factor is above 1.
@@ -120,7 +119,7 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
             raise InvalidValueError(msg)
         policy = restored
     factors = {name: saved[name] for name in _STATIC_FACTORS}
-    if isinstance(policy, BoundedScale):
+    if isinstance(policy, DynamicScale):
         return dataclasses.replace(policy, **factors)
     # A static scale, or a policy of the user's, has no factors to take over; they must be sane all the same.
     if any(validation.number(name, value) != _STATIC_FACTORS[name] for name, value in factors.items()):

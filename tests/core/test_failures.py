@@ -159,7 +159,7 @@ def test_gradients_that_were_partly_unscaled_are_not_unscaled_again():
 
 
 STATE, NONE = DynamicScale().init(np.zeros(())), np.zeros((), np.int32)
-RULES = (DynamicScale(), gradscale.StaticScale(), gradscale.presets.chainer())
+RULES = (DynamicScale(), gradscale.StaticScale())
 NO_STATE, WRAP = r"state must be a ScaleState, such as policy\.init", r"wrap it, such as np\.{}\({}\)"
 LIKE = r"like must be an array, .*, got {}.*such as init\(params\['w'\]\)$"
 WRONG: list[tuple[str, Callable[[Any], object], list[Any]]] = [

@@ -10,7 +10,7 @@ from libraries import Library
 from optimizers import Tree
 
 import gradscale
-from gradscale import BackendNotAvailableError, DynamicScale, GradScaler, ShardedGradScaler, presets
+from gradscale import BackendNotAvailableError, DynamicScale, GradScaler, ShardedGradScaler
 from gradscale.core import arithmetic, summaries
 from gradscale.core.arithmetic import device, on
 from gradscale.policies import spikes
@@ -110,7 +110,7 @@ POLICIES = (
     DynamicScale(growth_factor=1.7, growth_after="interval_plus_one"),
     DynamicScale(hysteresis=3, hysteresis_refill=("growth", "backoff"), at_min="hold"),
     DynamicScale(tolerance=0.3, at_min="raise", max_scale=2.0**20, growth_after="first_interval_plus_one"),
-    *(gradscale.StaticScale(8.0), presets.chainer()),
+    gradscale.StaticScale(8.0),
 )
 
 

@@ -29,7 +29,6 @@ from scenarios import OF_A_SCALE, SGD, Alone, raised, rank_and_size
 
 import gradscale
 from gradscale import DynamicScale, SkipSpikes, StaticScale, StepReport, UpdateReport
-from gradscale.policies.rules import GradualScale
 
 InvalidTypeError, InvalidValueError = gradscale.InvalidTypeError, gradscale.InvalidValueError
 StateDictError = gradscale.StateDictError
@@ -45,7 +44,7 @@ LENGTH = 200
 ORDER = "The right order: scale(loss), backward pass, unscale_(optimizer) if wanted, step(optimizer), update()"
 # What an update may end in, beside nothing.
 ENDS = ("ScaleUnderflowError", "TrainingStalledError", "TrainingStalledWarning", "OSError")
-KINDS = {kind.__name__: kind for kind in (DynamicScale, StaticScale, GradualScale)}
+KINDS = {kind.__name__: kind for kind in (DynamicScale, StaticScale)}
 FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 # What a state dict may lack, and what a StepGuard makes nothing of.
 OPTIONAL = ("policy", "counts", "spikes", "streaks", "iteration", "version", "_overflow_tracker", "_rescale_tracker")
@@ -59,7 +58,6 @@ POLICIES = [
     ),
     DynamicScale(growth_interval=2, growth_after="first_interval_plus_one", max_scale=2.0**20, at_min="hold"),
     DynamicScale(tolerance=0.3, growth_interval=3),
-    gradscale.presets.chainer(growth_interval=5, init_scale=64.0),
     StaticScale(8.0),
     # As a StepGuard.
     StaticScale(1.0),

@@ -19,7 +19,6 @@ from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError, shown
 from gradscale.policies import spikes
 from gradscale.policies.dynamic import DynamicScale
-from gradscale.policies.rules import GradualScale
 
 _Made: TypeAlias = Callable[[object], Array]
 
@@ -37,7 +36,6 @@ _FEW = 2 + len(_BAD)  # of the lists of arrays: the clean ones, and those that a
 _RULES = (
     DynamicScale(init_scale=3.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2, hysteresis=2, max_scale=9.0),
     DynamicScale(init_scale=4.0, growth_interval=1, tolerance=0.3, min_scale=2.0, at_min="raise"),
-    GradualScale(init_scale=8.0, growth_interval=3),
 )
 _COUNTS = (0, 0, 0, 1, 3, 0, 1, 1, 0, 0)
 _SQUARES = (0.0, 1e-50, 6.25, 25.0, 1e70, 1e80, math.inf, math.nan)
