@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -33,7 +32,6 @@ _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
 
 _WHAT = "a container of arrays"
-_dtype = operator.attrgetter("dtype")
 # Types and dtypes of floating arrays, and the names of the namespaces that they belong to.
 _known: set[tuple[type, object, str]] = set()
 
@@ -67,6 +65,8 @@ def _rebuild(node: object, keys: Sequence[Hashable], children: list[Any]) -> obj
     if isinstance(node, (list, tuple)):
         return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
     by_key = zip(keys, children, strict=True)
+    if type(node) is dict:
+        return dict(by_key)
     if isinstance(node, dict) or _is_dataclass(node):
         # A shallow copy keeps a subclass's default factory and attributes.
         rebuilt: Any = copy.copy(node)
@@ -266,7 +266,9 @@ def floating_leaves(
     """
     try:
         # Thousands of leaves are of few kinds.
-        are_known = _known.issuperset(zip(map(type, leaves), map(_dtype, leaves), itertools.repeat(home.__name__)))
+        are_known = _known.issuperset(
+            zip(map(type, leaves), [leaf.dtype for leaf in leaves], itertools.repeat(home.__name__))
+        )
     except Exception:
         # A look at each leaf says which one cannot be read.
         are_known = False

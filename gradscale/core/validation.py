@@ -1,7 +1,6 @@
 """Checks of users' values: each returns the value as a plain Python one, or raises an error that names it."""
 
 import contextlib
-import ctypes
 import json
 import math
 import operator
@@ -205,7 +204,10 @@ def is_power_of_two(value: float) -> bool:
 
 def round_to_float32(value: float) -> float:
     """Return the nearest float32, or an inf beyond its range."""
-    return ctypes.c_float(value).value
+    # Adding rounds to the last place of a float32. No ctypes and no struct, which torch's compiler cannot trace.
+    shift = math.ldexp(1.5, 52 + min(max(math.frexp(value)[1] - 24, -149), 105))
+    rounded = math.copysign(float(value) + shift - shift, value)
+    return rounded if abs(rounded) <= LARGEST_FLOAT32 else rounded * math.inf
 
 
 def bits_of_float32(value: float) -> int:
@@ -223,10 +225,10 @@ def largest_with_finite_product(factor: float) -> float:
     factor = max(factor, round_to_float32(factor))
     # A product rounds to inf from half a unit above the largest float32 on.
     limit = 2.0**128 - 2.0**103
-    bits = bits_of_float32(min(limit / factor, LARGEST_FLOAT32)) + 1
-    while float32_from_bits(bits) * factor >= limit:
-        bits -= 1
-    return float32_from_bits(bits)
+    largest = round_to_float32(min(limit / factor, LARGEST_FLOAT32))
+    while largest * factor >= limit:
+        largest = round_to_float32(largest * (1.0 - 2.0**-24))
+    return largest
 
 
 def last_above(limit: float, scale: float, factor: float) -> float:

@@ -135,6 +135,39 @@ def test_a_quotient_that_is_stored_as_infinite_is_found_by_compiled_code():
         assert nonfinite == len(bad)
 
 
+RULE = gradscale.SkipSpikes(window=4, min_values=2)
+FACTORS = {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1}
+OTHERS = [DynamicScale(tolerance=0.3), DynamicScale(init_scale=4.0, max_scale=6.0), StaticScale(4.0)]
+POLICIES = [DynamicScale(init_scale=4.0, hysteresis=2, **FACTORS), *later("ranks", *OTHERS)]
+
+
+def pure_step(policy: gradscale.Policy, state: gradscale.ScaleState, x: Any):
+    """Do what a training step does with the pure functions."""
+    scaled = gradscale.scale({"grads": [x, x.half(), None], "loss": (x.sum().bfloat16(), 3)}, state)
+    grads, nonfinite = gradscale.unscale(scaled["grads"], state)
+    spikes = RULE.init(x)
+    spikes = RULE.learn(spikes, grads[0].sum(), skipped=RULE.judge(spikes, grads[0].sum()))
+    kept = gradscale.select(nonfinite == 0, {"grads": grads[:2]}, {"grads": [x, x.half()]})
+    return scaled, kept, nonfinite, spikes, policy.update(state, nonfinite=nonfinite)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_the_pure_functions_are_one_graph_and_give_what_they_give_without_a_compiler(policy: gradscale.Policy):
+    if is_torch_2_6():
+        pytest.skip("torch 2.6: its compiler fails in array-api-compat, which asks for modules that are not imported")
+    torch._dynamo.reset()
+    compiled = torch.compile(pure_step, fullgraph=True, backend="eager")
+    state = policy.init(torch.zeros(()))
+    for value in (1.0, math.inf, 2.0):
+        x = torch.tensor([2.0, value])
+        got, expected = compiled(policy, state, x), pure_step(policy, state, x)
+        assert str(got) == str(expected)
+        state = got[-1]
+    torch._dynamo.reset()
+
+
 def test_dtensors_are_refused_by_the_functional_core_with_what_to_do():
     class Sharded(torch.Tensor):
         device_mesh = "a mesh"
