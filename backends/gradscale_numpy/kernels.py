@@ -48,6 +48,7 @@ _HALF_LARGEST_INVERSE = 2.0 ** (128 - _HALF_EXPONENT_GAP)
 _HALF_MOVED_BITS = np.array(0x8FFFE000, np.uint32).view(np.int32)
 _HALF_INFINITY = 0x7C00
 _HALF_MINUS_INFINITY = 0xFC00
+_SUBNORMAL = np.array(1, np.int32).view(_SINGLE)
 
 
 def unscale_all(
@@ -178,7 +179,8 @@ def _widen_finite_half(source: Array, out: Array, inverse: np.float32) -> bool |
     NumPy converts float16 one element at a time. Moved into place as integers, the bits of a finite float16 are exactly
     the float32 of 2**-112 times its value. The missing power of two goes into the factor, which stays exact.
     """
-    if source.dtype != _HALF or out.dtype != _SINGLE or not 0 < inverse < _HALF_LARGEST_INVERSE:
+    # A processor that takes subnormals for 0, as after torch.set_flush_denormal(True), takes this one, too.
+    if source.dtype != _HALF or out.dtype != _SINGLE or not 0 < inverse < _HALF_LARGEST_INVERSE or _SUBNORMAL == 0:
         return None
     bits = source.view(np.int16)
     # The initial value is there for an empty source.

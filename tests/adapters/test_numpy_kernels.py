@@ -157,6 +157,23 @@ def test_a_scale_of_1_multiplies_nothing_and_leaves_every_bit(
     assert (nan.tobytes(), clean.tobytes(), optimizer.grads[2].tobytes()) == before
 
 
+@pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE], ids=str)
+def test_subnormal_halves_are_scaled_and_divided_where_a_processor_flushes_those_of_float32_to_0(
+    backend: NumpyBackend, dtype: np.dtype[Any]
+):
+    torch = require("torch")
+    halves = np.arange(0x7C00, dtype=np.uint16).view(HALF)
+    state = StaticScale(1024.0).init(np.float32(0.0))
+    if not torch.set_flush_denormal(True):
+        pytest.skip("the processor has no such mode")
+    try:
+        (divided,), (scaled,) = backend.unscale([halves], state, dtype=dtype)[0], backend.scale([halves[:999]], state)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same(divided, oracle(halves, dtype, 2.0**-10)[0])
+    assert_same(scaled, oracle(halves[:999], HALF, 2.0**10)[0])
+
+
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("inverse", INVERSES, ids=str)
 @pytest.mark.parametrize(("dtype", "other"), [(HALF, BFLOAT), (BFLOAT, HALF)], ids=lambda dtype: dtype.name)
