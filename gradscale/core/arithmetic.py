@@ -8,6 +8,7 @@ where arrays have a device.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import math
@@ -135,7 +136,12 @@ def scaled(x: Array, factor: Array) -> Array:
 
 def narrowed(wide: Array, dtype: object) -> Array:
     """Round an array to a dtype; one that has it already is not copied."""
-    return wide if wide.dtype == dtype else array_namespace(wide).astype(wide, dtype)
+    if wide.dtype == dtype:
+        return wide
+    xp = array_namespace(wide)
+    # NumPy raises where rounding overflows or underflows if the program has told it to.
+    with xp.errstate(all="ignore") if hasattr(xp, "errstate") else contextlib.nullcontext():
+        return xp.astype(wide, dtype)
 
 
 def nonfinite_flag(stored: Array, home: object, wide: Array | None = None) -> Array:

@@ -14,7 +14,7 @@ from typing import Any, Literal, ParamSpec
 from array_api_compat import array_namespace, is_array_api_obj, to_device
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import as_0d_array, device, has_float64, on
+from gradscale.core.arithmetic import as_0d_array, device, has_float64, narrowed, on
 from gradscale.core.protocols import Array, Namespace, Numbers, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError, shown
 
@@ -384,4 +384,4 @@ def times(xp: ModuleType, scale: Array, factor: float) -> Array:
     if validation.is_power_of_two(factor) or not has_float64(xp, device(scale)):
         return scale * xp.full_like(scale, factor)
     wide = xp.astype(scale, xp.float64)
-    return xp.astype(wide * xp.full_like(wide, factor), xp.float32)
+    return narrowed(wide * xp.full_like(wide, factor), xp.float32)

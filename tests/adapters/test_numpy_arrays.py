@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -14,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
+from optimizers import Tree
 from tiers import later
 
-from gradscale import DynamicScale, InvalidValueError, ScaleState
+from gradscale import DynamicScale, InvalidValueError, ScaleState, SkipSpikes, StepGuard
 from gradscale_numpy import NumpyBackend
 
 pytestmark = pytest.mark.numpy
@@ -223,3 +225,53 @@ print(got.tolist(), int(count))
                 path.write_bytes(b"")
         completed = python("-c", code, run, NUMBA_CACHE_DIR=str(tmp_path))
         assert completed.stdout.split() == ["[1.0]", "0"], completed.stderr
+
+
+def clipped(dtype: str, value: float, max_norm: float) -> Any:
+    """Return the verdict, the norm and the gradients of a guard's step."""
+    guard, optimizer = StepGuard(), Tree([np.full(4, value, dtype)])
+    norm = guard.unscale_(optimizer, max_norm=max_norm)
+    guard.step(optimizer)
+    return guard.last_step(optimizer).reason, float(norm), optimizer.grads[0].tolist()
+
+
+def adapted(policy: DynamicScale, nonfinite: int) -> Any:
+    """Return a policy's next states."""
+    state = policy.init(np.zeros(()))
+    return policy.update(state, nonfinite=np.int32(nonfinite)), policy.backoff(state)
+
+
+def judged(rule: SkipSpikes) -> Any:
+    """Return what a rule says of losses, and learns from them."""
+    state, said = rule.init(np.zeros(())), []
+    for loss in (1.0, 1e-300, 1e300, np.nan, np.inf, 1e-45):
+        said.append(rule.judge(state, np.float64(loss)))
+        state = rule.learn(state, np.float64(loss), skipped=said[-1])
+    return said, state
+
+
+NARROW = {"backoff_factor": 0.3, "growth_factor": 1.7, "growth_interval": 1}
+ROUNDED: dict[str, tuple[Any, ...]] = {
+    **{
+        f"{dtype} {value:g}, max_norm {most:g}": (clipped, dtype, value, most)
+        for dtype, values in {
+            "float16": (6e4, 6e-8),
+            "float32": (3e38, 1e38, 1e-45),
+            "float64": (1e300, 1e-300),
+        }.items()
+        for value, most in itertools.product(values, (1.0, 1e-300, 1e300))
+    },
+    "backoff": (adapted, DynamicScale(init_scale=2.0**-126, **NARROW), 1),
+    "growth": (adapted, DynamicScale(init_scale=3e38, **NARROW), 0),
+    "spikes": (judged, SkipSpikes(window=4, min_values=2)),
+    "bound": (judged, SkipSpikes(above=5.0)),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_program_that_lets_numpy_raise_gets_the_same_steps_scales_and_spikes(name: str):
+    call, *given = ROUNDED[name]
+    with np.errstate(all="ignore"):
+        expected = repr(call(*given))
+    with np.errstate(all="raise"):
+        assert repr(call(*given)) == expected
