@@ -58,6 +58,8 @@ STANDARD_MEMBERS = (
 
 NormOver: TypeAlias = Literal["rank", "group"]
 
+_NUMPY = ("numpy", "array_api_compat.numpy")
+
 # torch's clip_grad_norm_ adds it to the norm.
 _EPSILON = 1e-6
 
@@ -140,7 +142,7 @@ def narrowed(wide: Array, dtype: object) -> Array:
         return wide
     xp = array_namespace(wide)
     # NumPy raises where rounding overflows or underflows if the program has told it to.
-    with xp.errstate(all="ignore") if hasattr(xp, "errstate") else contextlib.nullcontext():
+    with xp.errstate(all="ignore") if xp.__name__ in _NUMPY else contextlib.nullcontext():
         return xp.astype(wide, dtype)
 
 
@@ -374,7 +376,7 @@ def lacks(like: Array) -> dict[str, list[str]]:
 
 def as_0d_array(xp: Namespace, x: Array) -> Array:
     """Return an array where NumPy's operators give a scalar; torch's asarray would take others out of their graph."""
-    return xp.asarray(x) if xp.__name__ in ("numpy", "array_api_compat.numpy") else x
+    return xp.asarray(x) if xp.__name__ in _NUMPY else x
 
 
 def replicas(

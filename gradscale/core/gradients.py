@@ -61,6 +61,9 @@ class Home(Protocol):
     def is_one(self, state: ScaleState) -> bool:
         """Tell whether the scale of a state is 1, and stays so, as far as the host knows without a read."""
 
+    def warn_of_half(self, dtypes: set[object], what: str) -> None:
+        """Warn once of gradients that are divided in half precision but bfloat16."""
+
 
 class Exchanging(Protocol):
     """The group whose ranks hold parts of the gradients."""
@@ -179,6 +182,8 @@ class Gradients:
         max_norm, dtype, norm = self._request.max_norm, self._master_dtype, None
         state = UnitState(*state) if live.is_static and live.is_one(state) else state
         out = chosen if dtype is None else None
+        if dtype is None and self._request.are_scaled and not isinstance(state, UnitState):
+            live.warn_of_half({x.dtype for x in chosen}, self._what)
         self.is_touched = True
         try:
             if max_norm is None:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from interrupts import interrupted_anywhere
-from optimizers import Evaluating, Tree
+from optimizers import Evaluating, Grouped, Tree
 
 import gradscale
 from gradscale import CallOrderError, GradScaler, ShardedGradScaler
@@ -341,3 +342,57 @@ def test_what_comes_after_a_step_says_so_before_it(kind):
             CallOrderError, match=rf"^call {said} after a step\(\) of this optimizer, got one of type Tree$"
         ):
             call()
+
+
+def halves(scaler: GradScaler, dtype: object = "float16", master: object = None, *, is_grouped: bool = False) -> Any:
+    """Step an optimizer by gradients of a narrow dtype."""
+    scaler.scale(np.float32(1.0))
+    gradients = [np.float32([1.0]), (np.float32([2e-8]) * np.float32(1024.0)).astype(dtype)]  # type: ignore[call-overload]
+    optimizer: Any = Grouped(gradients) if is_grouped else Tree(gradients)
+    if master is not None:
+        optimizer.master_dtype = master
+    scaler.step(optimizer)
+    return optimizer.gradients()[1]
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["grads", "param_groups"])
+@pytest.mark.parametrize("dtype", ["float16", ">f2", "float8_e5m2"])
+def test_gradients_that_are_divided_in_half_precision_are_told_of_once(dtype: str, is_grouped: bool):
+    narrow, scaler = np.dtype(getattr(ml_dtypes, dtype, dtype)), GradScaler(init_scale=1024.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with pytest.warns(UserWarning, match=rf"gradient of {'Grouped' if is_grouped else 'Tree'} .*\bmaster_dtype"):
+            halves(scaler, narrow, is_grouped=is_grouped)
+        warnings.simplefilter("error")
+        scaler.update()
+        halves(scaler, narrow, is_grouped=is_grouped)
+
+
+@pytest.mark.numpy
+def test_the_warning_of_half_precision_may_be_an_error_and_the_gradients_are_divided_later():
+    scaler = GradScaler(init_scale=1024.0)
+    optimizer = Tree([scaler.scale(np.float32([2.0])).astype(np.float16)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="master_dtype"):
+            scaler.unscale_(optimizer)
+    optimizer.master_dtype = np.float32  # type: ignore[attr-defined]
+    scaler.step(optimizer)
+    assert (optimizer.grads[0].tolist(), optimizer.grads[0].dtype) == ([2.0], np.float32)
+
+
+QUIET: dict[str, Callable[[], Any]] = {
+    "guard": lambda: halves(gradscale.StepGuard(max_norm=1.0)),
+    "scale of 1": lambda: halves(GradScaler(policy=gradscale.StaticScale(1.0))),
+    "disabled": lambda: halves(GradScaler(enabled=False, max_norm=1.0)),
+    "bfloat16": lambda: halves(GradScaler(), np.dtype(ml_dtypes.bfloat16)),
+    "float32 masters": lambda: halves(GradScaler(), master=np.float32),
+    "float16 is wanted": lambda: halves(GradScaler(), master=np.float16),
+}
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("name", QUIET)
+def test_gradients_that_lose_nothing_or_as_the_user_says_are_divided_quietly(name: str):
+    QUIET[name]()
