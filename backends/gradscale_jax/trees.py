@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import itertools
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import gradscale
 from gradscale import ScaleState, StaticScale
 from gradscale.core.arithmetic import UnitState, clip_factor, is_floating, multiply_arrays, sum_of_squares
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
+from gradscale_jax.arrays import count_nonfinite
 
 T = TypeVar("T")
 
@@ -48,7 +50,9 @@ def unscale(grads: T, state: ScaleState, *, dtype: DTypeLike | None = None) -> t
     Parameters
     ----------
     grads : pytree
-        Integers and float0 pass through and are not counted; leaves that are spread over a mesh count as wholes.
+        Integers and float0 pass through and are not counted; leaves that are spread over a mesh count as wholes. What
+        flax's fp8 training gives in place of gradients, in the collection ``_overwrite_with_gradient``, is counted and
+        not divided.
     state, dtype
         As for :func:`gradscale.unscale`.
 
@@ -61,19 +65,32 @@ def unscale(grads: T, state: ScaleState, *, dtype: DTypeLike | None = None) -> t
     [0.25 0.25] 1
     """
     leaves, structure = _flattened(grads)
-    unscaled, nonfinite = gradscale.unscale(leaves, as_state(state), dtype=dtype)
-    return structure.unflatten(unscaled), nonfinite
+    gradients, bad = without_values(grads, leaves)
+    unscaled, nonfinite = gradscale.unscale(gradients, as_state(state), dtype=dtype)
+    made: T = structure.unflatten([x if new is None else new for x, new in zip(leaves, unscaled, strict=True)])
+    return made, nonfinite + bad
+
+
+def without_values(grads: object, leaves: list[Any]) -> tuple[list[Any], jax.Array | int]:
+    """Return leaves with None for new values of flax's fp8, which no scale divides, and how many are not finite."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+    dtypes = [str(getattr(leaf, "dtype", None)) for leaf in leaves]
+    are_values = ["_overwrite_with_gradient" in x or "fp8_meta" in y for x, y in zip(paths, dtypes, strict=True)]
+    judged = [x for x in itertools.compress(leaves, are_values) if isinstance(x, jax.Array) and is_floating(x)]
+    gradients = [None if is_value else x for x, is_value in zip(leaves, are_values, strict=True)]
+    return gradients, count_nonfinite(judged) if judged else 0
 
 
 def clip(grads: T, like: jax.Array, max_norm: float) -> tuple[T, jax.Array, jax.Array]:
     """Return gradients clipped to a norm, 1 if that overflows, as for any that is not finite, else 0, and the norm."""
     leaves, structure = _flattened(grads)
-    floating = [isinstance(x, jax.Array) and is_floating(x) for x in leaves]
+    gradients, bad = without_values(grads, leaves)
+    floating = [isinstance(x, jax.Array) and is_floating(x) for x in gradients]
     chosen = [x for x, one in zip(leaves, floating, strict=True) if one]
     norm, factor, overflows = clip_factor(sum_of_squares(chosen, like), max_norm)
     clipped = iter(multiply_arrays(chosen, factor))
     made: T = structure.unflatten([next(clipped) if one else x for x, one in zip(leaves, floating, strict=True)])
-    return made, overflows, norm
+    return made, overflows + bad, norm
 
 
 def select(pred: jax.Array, on_true: T, on_false: T) -> T:
