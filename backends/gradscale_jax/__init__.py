@@ -15,7 +15,7 @@ with needs("gradscale_jax", "jax"):
     from gradscale_jax.trees import scale, select, unscale
 
 if TYPE_CHECKING:
-    from gradscale_jax.transformation import ScaledOptimizerState, guarded, scale_state, scaled, verdict_of
+    from gradscale_jax.transformation import ScaledOptimizerState, carry_over, guarded, scale_state, scaled, verdict_of
 
 __all__ = [
     "Differentiated",
@@ -26,6 +26,7 @@ __all__ = [
     "Verdict",
     "agree",
     "backend",
+    "carry_over",
     "guarded",
     "scale",
     "scale_state",

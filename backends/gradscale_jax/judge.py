@@ -128,8 +128,9 @@ class Judge:
         pairs = (words[self._counts], words[counts]), skips
         if differences := [f"one that {own}, got one that {theirs}" for own, theirs in pairs if own != theirs]:
             msg = (
-                f"the state must be {', and '.join(differences)}: begin with init(params), or give the options that "
-                f"the state was made with"
+                f"the state must be {', and '.join(differences)}: go on by gradscale_jax.carry_over(state, "
+                f"tx.init(params)), or without optax by init(params)._replace(scale_state=state); begin with "
+                f"init(params), or give the options that the state was made with"
             )
             raise InvalidTypeError(msg)
         return SpikeState(*next(iter(state.windows.values()))) if shapes else None
@@ -144,7 +145,8 @@ def _judge(
         number = checked_loss(loss, "value must be the loss, a number or a real floating array of one element")
         found["loss"] = jnp.reshape(jnp.asarray(number, jnp.float32), ())
     if "norm" in rule.of:
-        leaves = [x for x in jax.tree.leaves(grads) if norm is None and is_floating(x)]
+        given = () if norm is not None else trees.without_values(grads, jax.tree.leaves(grads))[0]
+        leaves = [x for x in given if x is not None and is_floating(x)]
         squares = sum_of_squares(leaves, windows.values)
         found["norm"] = jnp.sqrt(squares).astype(jnp.float32) if norm is None else norm
     if not found:

@@ -275,6 +275,37 @@ def verdict_of(opt_state: object) -> Verdict:
     return Verdict(*_arrays(_only_state(opt_state).verdict))
 
 
+def carry_over(old: object, first: ScaledOptimizerState) -> ScaledOptimizerState:
+    """Return a first state that goes on where another was, made without some options, such as ``skip``, or with them.
+
+    Parameters
+    ----------
+    old : pytree
+        As for :func:`scale_state`. Its scale, counts and the state of ``tx`` are kept, and its windows if ``skip``
+        judges as many values of the same quantities.
+    first : ScaledOptimizerState
+        What ``init(params)`` of the transformation that goes on returns, around the same ``tx``. Has empty windows and
+        counts where the old state has none.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp, optax
+    >>> params, before = jnp.ones(2), gradscale_jax.guarded(optax.adam(0.1))
+    >>> _, old = before.update(params, before.init(params))
+    >>> tx = gradscale_jax.guarded(optax.adam(0.1), skip=gradscale.SkipSpikes(), give_up_after=20)
+    >>> opt_state = gradscale_jax.carry_over(old, tx.init(params))
+    >>> print(opt_state.inner_state[0].count, opt_state.windows.count)
+    1 [0 0]
+    """
+    kept, begun = _only_state(old), _only_state(first)
+    verdict, tally = kept.verdict, begun.verdict.tally
+    is_alike = jax.tree.map(np.shape, kept.gradscale_windows) == jax.tree.map(np.shape, begun.gradscale_windows)
+    return kept._replace(
+        verdict=verdict._replace(tally=tally if tally is None or verdict.tally is None else verdict.tally),
+        windows=(kept if is_alike else begun).gradscale_windows,
+    )
+
+
 def _only_state(opt_state: object) -> ScaledOptimizerState:
     found = _states_in(opt_state)
     if len(found) != 1:

@@ -88,9 +88,10 @@ class LiveState:
 
     def warn_of_half(self, dtypes: set[object], what: str) -> None:
         """Warn once of gradients that are divided in half precision, but for bfloat16, whose range is float32's."""
-        for dtype in () if self._knows_half else dtypes:
-            if dtype_kind(dtype, self.home) is Kind.HALF and "bfloat16" not in str(dtype):
-                warn_caller(
+        halves = [one for one in dtypes if dtype_kind(one, self.home) is Kind.HALF and "bfloat16" not in str(one)]
+        if halves and not self._knows_half:
+            self._knows_half, dtype = True, halves[0]
+            warn_caller(
                     f"each {what} is divided by the scale in {dtype}, where the small ones that the scale has saved "
                     f"are 0 again: give the optimizer an attribute master_dtype, such as np.float32, in which it gets "
                     f"them; master_dtype of {dtype} keeps them as they are. (Said once.)"

@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,6 +221,82 @@ def test_nothing_is_counted_unless_it_is_asked_for(by_optax: bool):
     for name, value in (("warn_after", 0), ("give_up_after", 2.5)):
         with pytest.raises(gradscale.GradscaleError, match=name):
             begun(by_optax, **{name: value})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "windows of losses": {"skip": RULES[1]},
+    "windows of both": {"skip": RULES[2]},
+    "counts": {"give_up_after": 5},
+    "both": {"skip": RULES[1], "warn_after": 5},
+}
+
+
+@pytest.mark.parametrize("after", OPTIONS)
+@pytest.mark.parametrize("before", OPTIONS)
+def test_a_run_goes_on_with_other_options_and_its_moments_scale_and_windows(before: str, after: str):
+    old, new = scaled(**OPTIONS[before]), scaled(**OPTIONS[after])
+    state = old.init(GRADS)
+    for grads in (GRADS, jnp.full(2, jnp.inf), GRADS):
+        _, state = old.update(grads, state, GRADS, value=2.0)
+    carried = gradscale_jax.carry_over({"optimizer": jax.device_get(state)}, new.init(GRADS))
+    assert_same_bits([*carried.inner_state, carried.scale_state], [*state.inner_state, state.scale_state])
+    assert carried.skipped == 1
+    _, stepped = jax.jit(new.update)(GRADS, carried, GRADS, value=2.0)
+    assert jax.tree.structure(stepped) == jax.tree.structure(carried) == jax.tree.structure(new.init(GRADS))
+    are_same_windows = OPTIONS[before].get("skip") == OPTIONS[after].get("skip")
+    if stepped.windows is not None:
+        assert stepped.windows.count.tolist() == [3 if are_same_windows else 1] * len(stepped.windows.count)
+    if stepped.verdict.tally is not None:
+        taken = stepped.verdict.counts()["taken"]
+        assert taken == (3 if state.verdict.tally is not None else 1)
+    with pytest.raises(InvalidValueError, match="opt_state must hold one state"):
+        gradscale_jax.carry_over(state.inner_state, new.init(GRADS))
+
+
+FP8 = "_overwrite_with_gradient"
+
+
+def with_fp8(scale: float) -> dict[str, Any]:
+    """Return gradients that were scaled, of norm 5 without that, beside a new value of fp8."""
+    return {"params": jnp.asarray([3.0, 4.0]) * scale, FP8: {"dense": {"input_scale": jnp.full(1, 7.0, jnp.bfloat16)}}}
+
+
+@pytest.mark.parametrize("by", ["value_and_grad", "scaled", "guarded", "unscale"])
+@pytest.mark.parametrize("bad", [1.0, math.inf], ids=["finite", "inf"])
+def test_new_values_of_flaxs_fp8_are_judged_and_neither_divided_nor_clipped_nor_cast(by: str, bad: float):
+    grads = with_fp8(1.0 if by == "guarded" else 1024.0)
+    grads[FP8] = jax.tree.map(lambda x: x * bad, grads[FP8])
+    rule = SkipSpikes(window=4, of="norm")
+    if by == "unscale":
+        got, nonfinite = gradscale_jax.unscale(grads, POLICY.init(GRADS), dtype=jnp.float32)
+        norm = 5.0
+    elif by == "value_and_grad":
+        differentiate = gradscale_jax.value_and_grad(
+            lambda _: jnp.zeros(()), POLICY, reduce=lambda _: grads, dtype=jnp.float32, skip=rule
+        )
+        _, got, verdict, state = differentiate(differentiate.init(grads), grads)
+        nonfinite, norm = verdict.nonfinite, float(next(iter(state.windows.values()))[0][0, -1])
+    else:
+        make = gradscale_jax.guarded if by == "guarded" else lambda tx, **options: scaled(tx, **options)
+        tx = make(optax.identity(), max_norm=2.5, skip=rule)
+        got, state = tx.update(grads, tx.init(grads), grads)
+        nonfinite, norm = state.verdict.nonfinite, float(state.windows.values[0, -1])
+    assert nonfinite == (bad == math.inf)
+    if bad == 1.0:
+        part = 1.0 if by in ("unscale", "value_and_grad") else 0.5
+        np.testing.assert_allclose(got["params"], [3.0 * part, 4.0 * part], rtol=1e-6)
+        assert norm == pytest.approx(5.0)
+        assert_same_bits(got[FP8], grads[FP8])
+
+
+def test_values_of_flaxs_own_dtype_for_fp8_pass_as_they_are():
+    require("flax")
+    from flax.linen import fp8_ops
+
+    value = jax.lax.convert_element_type(jnp.ones(3), fp8_ops.fm32)
+    (divided, kept), nonfinite = gradscale_jax.unscale([jnp.ones(2), value], POLICY.init(GRADS))
+    assert (divided.tolist(), kept is value, int(nonfinite)) == ([2.0**-10] * 2, True, 0)
 
 
 # The loop on the page.

@@ -173,7 +173,9 @@ def test_windows_of_another_rule_or_of_none_are_kept_and_refused():
     for used, own in zip(transformations, states, strict=True):
         for state in (*states, unnamed):
             if state is not own:
-                with pytest.raises(TYPE, match=r"must be one that has .*, got one that has .*: begin with init"):
+                with pytest.raises(
+                    TYPE, match=r"must be one that has .*, got one that has .*: go on by gradscale_jax.carry_over"
+                ):
                     update(used, ONES, state=state, value=1.0)
 
 
@@ -200,7 +202,7 @@ def test_only_what_differs_of_the_options_of_a_state_is_named(make, old, new, di
     said = ", and ".join(f"{wanted}, got {got}" for wanted, got in differences)
     with pytest.raises(TYPE) as caught:
         make(SGD, **new).update(ONES, make(SGD, **old).init(ONES), ONES, value=1.0)
-    assert str(caught.value).startswith(f"the state must be {said}: begin with init(params), or give")
+    assert str(caught.value).startswith(f"the state must be {said}: go on by gradscale_jax.carry_over(state")
 
 
 def test_a_missing_policy_or_state_is_told_with_what_to_give():
