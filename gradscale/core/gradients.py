@@ -13,12 +13,14 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import tree, validation
 from gradscale.core.arithmetic import (
+    Kind,
     UnitState,
     as_0d_array,
     clip_factor_of,
     device,
     float32_bits,
     is_floating,
+    kind_of,
     nonfinite_flag,
 )
 from gradscale.core.identity import IdentityMap
@@ -60,9 +62,6 @@ class Home(Protocol):
 
     def is_one(self, state: ScaleState) -> bool:
         """Tell whether the scale of a state is 1, and stays so, as far as the host knows without a read."""
-
-    def warn_of_half(self, dtypes: set[object], what: str) -> None:
-        """Warn once of gradients that are divided in half precision but bfloat16."""
 
 
 class Exchanging(Protocol):
@@ -125,6 +124,8 @@ class Found(NamedTuple):
     """By what the optimizer has to divide scaled ones so that it clips them, too; None for the scale."""
     deferred: DeferredClip | None = None
     """What is left to do if the step is made; without a norm the host judges them first, by what it reads."""
+    narrow: str = ""
+    """The half-precision dtypes in which they were divided, so that small ones are 0 again."""
 
 
 class Collected(Protocol):
@@ -182,8 +183,11 @@ class Gradients:
         max_norm, dtype, norm = self._request.max_norm, self._master_dtype, None
         state = UnitState(*state) if live.is_static and live.is_one(state) else state
         out = chosen if dtype is None else None
+        narrow: set[str] = set()
         if dtype is None and self._request.are_scaled and not isinstance(state, UnitState):
-            live.warn_of_half({x.dtype for x in chosen}, self._what)
+            # The range of bfloat16 is that of float32.
+            halves = {str(x.dtype) for x in {x.dtype: x for x in chosen}.values() if kind_of(x) is Kind.HALF}
+            narrow = {name for name in halves if "bfloat16" not in name}
         self.is_touched = True
         try:
             if max_norm is None:
@@ -198,7 +202,7 @@ class Gradients:
         count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
         if dtype is not None or max_norm is not None or not isinstance(state, UnitState):
             self._assign({} if unscaled is chosen else dict(zip(map(id, chosen), unscaled, strict=True)))
-        return Found(count, norm, len(chosen) > 0, scale=scale)
+        return Found(count, norm, len(chosen) > 0, scale=scale, narrow=", ".join(sorted(narrow)))
 
     def _clip(
         self, backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, max_norm: float

@@ -552,6 +552,8 @@ class Iteration:
             # As in a pipeline, another rank may have the loss.
             turn.stage, turn.pending = Stage.READY, None
             self._forbid_unscaled(turn, " on any rank")
+        if found.narrow:
+            self.mistakes.warn_of_half(type(optimizer).__name__, found.narrow)
         return found.norm
 
     def _has_values(self, turn: Turn, optimizer: Optimizer, *, has_norm: bool) -> bool:

@@ -12,7 +12,7 @@ class Mistakes:
     """Warns of what a loop has probably left out, of each but missing gradients once, also if that is an error."""
 
     knows_unscaled_loss = False
-    _knows_no_values = _knows_no_gradients = False
+    _knows_no_values = _knows_no_gradients = _knows_half = False
 
     def tell_of_no_scale(self, iteration: int, of: str) -> None:
         """Warn of gradients of an optimizer, or of all ranks, that are divided in an iteration without ``scale``."""
@@ -23,6 +23,16 @@ class Mistakes:
                 f"are divided by the scale. If you forgot it, make the gradients of scaler.scale(loss). If they are "
                 f"from before update(), which may have changed the scale, call step() before update(). If you have "
                 f"multiplied the loss by get_scale(), all is well. (Said once.)"
+            )
+
+    def warn_of_half(self, of: str, dtypes: str) -> None:
+        """Warn of gradients of an optimizer that are divided in half precision."""
+        if not self._knows_half:
+            self._knows_half = True
+            warn_caller(
+                f"gradients of {of} are divided by the scale in {dtypes}, where the small ones that the scale has "
+                f"saved are 0 again: give the optimizer an attribute master_dtype, such as np.float32, in which it "
+                f"gets them; a master_dtype of {dtypes} keeps them as they are. (Said once.)"
             )
 
     def warn_of_no_values(self, of: Sequence[str]) -> None:

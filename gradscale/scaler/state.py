@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from array_api_compat import array_namespace
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import Kind, device, dtype_kind, has_float64, kind_of
+from gradscale.core.arithmetic import Kind, device, has_float64, kind_of
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Namespace, Numbers, Policy, ScaleState
-from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError, reading, shown, warn_caller
+from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError, reading, shown
 from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
 
 _Trackers: TypeAlias = tuple[float, ...]
@@ -37,7 +37,6 @@ class LiveState:
     """
 
     backend: Backend
-    _knows_half = False
 
     def __init__(self, policy: Policy, backend: str | Backend | None = None) -> None:
         if backend is not None and not isinstance(backend, (str, Backend)):
@@ -85,18 +84,6 @@ class LiveState:
         """Set one of the numbers that a state will be made of; one that is made keeps its own."""
         if self.state is None:
             self._restored[name] = value
-
-    def warn_of_half(self, dtypes: set[object], what: str) -> None:
-        """Warn once of gradients that are divided in half precision, but for bfloat16, whose range is float32's."""
-        halves = [one for one in dtypes if dtype_kind(one, self.home) is Kind.HALF and "bfloat16" not in str(one)]
-        if halves and not self._knows_half:
-            self._knows_half, dtype = True, halves[0]
-            warn_caller(
-                    f"each {what} is divided by the scale in {dtype}, where the small ones that the scale has saved "
-                    f"are 0 again: give the optimizer an attribute master_dtype, such as np.float32, in which it gets "
-                    f"them; master_dtype of {dtype} keeps them as they are. (Said once.)"
-                )
-                self._knows_half = True
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
