@@ -16,7 +16,10 @@ from tiers import examples
 
 from gradscale.testing import run_ranks
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:each gradient of .* is divided by the scale in .*float16:UserWarning"),
+]
 
 
 FUSED = functools.partial(optimizer_of, "SGD-fused", lr=0.1)

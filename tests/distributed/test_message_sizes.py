@@ -11,7 +11,10 @@ import gradscale
 from gradscale import ShardedGradScaler
 from gradscale.testing import ThreadCollectives, run_ranks
 
-pytestmark = pytest.mark.numpy
+pytestmark = [
+    pytest.mark.numpy,
+    pytest.mark.filterwarnings("ignore:each gradient of .* is divided by the scale in .*float16:UserWarning"),
+]
 
 DTYPES = (np.float32, np.float16, np.float64, np.complex64)
 

@@ -233,7 +233,7 @@ class Rank:
     def _step(self, scaler: gradscale.GradScaler, value: float, *, wanted: str) -> Report:
         """Make one iteration with a value among the gradients."""
         optimizer, xp = _Optimizer(), self._xp
-        optimizer.grads = [xp.full((8,), _SCALE, dtype=xp.float32), xp.asarray([_SCALE, value], dtype=xp.float16)]
+        optimizer.grads = [xp.full((8,), _SCALE, dtype=xp.float32), xp.asarray([_SCALE, value], dtype=xp.float32)]
         # Without it the scaler has no state yet.
         scaler.scale(optimizer.grads[0][:1])
         done = scaler.step(optimizer) or "skipped"
