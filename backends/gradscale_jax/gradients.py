@@ -77,7 +77,7 @@ class Differentiated(Generic[P, V]):
     """
 
     _call: Callable[..., Scaled[V, Any]]
-    init: Callable[[object], object]
+    init: Callable[[object], Any]
 
     def __call__(self, state: S, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V, S]:
         """Evaluate the loss and its gradients, judge them, and adapt the scale."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -48,7 +48,11 @@ def scale(outputs: _T, state: ScaleState) -> _T:
     return cast("_T", rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves))
 
 
-def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object = None) -> tuple[_T, Array]:
+@overload
+def unscale(grads: _T, state: ScaleState, *, out: object = None) -> tuple[_T, Array]: ...
+@overload
+def unscale(grads: object, state: ScaleState, *, dtype: object = None, out: object = None) -> tuple[Any, Array]: ...
+def unscale(grads: object, state: ScaleState, *, dtype: object = None, out: object = None) -> tuple[Any, Array]:
     """Divide gradients by the scale, and count the leaves that are not finite afterwards.
 
     Use the state that ``scale`` used: a policy's update comes after (systems that update first halve the gradients
@@ -95,7 +99,7 @@ def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object =
         raise InvalidValueError(msg)
     unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=outs)
     by_identity = {id(old): new for old, new in zip(chosen, unscaled, strict=True)}
-    return cast("_T", rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)), nonfinite
+    return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves), nonfinite
 
 
 def require_state(state: object) -> None:
