@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -11,7 +13,14 @@ from numpy.typing import NDArray
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
+from gradscale.errors import (
+    BackendError,
+    BackendNotAvailableError,
+    CallOrderError,
+    InvalidTypeError,
+    InvalidValueError,
+    warn_caller,
+)
 from gradscale.extras import needs, remedy
 from gradscale.waiting import GroupWait, forbid_forked, on_fork, poll, require_message
 
@@ -31,6 +40,8 @@ _under_way: dict[int, tuple[Any, ...]] = {}
 # Seconds that a message may take to end when its communicator is freed, to which all ranks have come by then.
 _ENDING = 2.0
 
+
+_senders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 # In a child after fork: the process that has initialised its MPI.
 _started_by: list[int] = []
@@ -64,6 +75,19 @@ def _require_not_finalized() -> None:
             "scalers before MPI.Finalize()"
         )
         raise CallOrderError(msg)
+
+
+def _look_at_threads() -> None:
+    """Warn of a thread that sends, and that MPI is not initialised for."""
+    level, thread = MPI.Query_thread(), threading.current_thread()
+    _senders.add(thread)
+    is_serial = level == MPI.THREAD_SERIALIZED and sum(one.is_alive() for one in _senders) > 1
+    if is_serial or (level < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main()):
+        warn_caller(
+            f"MPI is initialised for calls of {'one thread at a time' if is_serial else 'its main thread alone'}, of "
+            f"ours and yours together, and may fail in any way, got a step in {thread.name}: leave "
+            f"mpi4py.rc.thread_level at 'multiple', with an MPI library that has it, or train in one thread"
+        )
 
 
 class _Duplicate:
@@ -161,6 +185,7 @@ class MPICollectives:
         if self._comm == MPI.COMM_NULL:
             msg = f"the communicator was freed on rank {self.rank} of {self.size}: keep it, or set_group() to another"
             raise BackendError(msg)
+        _look_at_threads()
         require_message(x)
         is_host = isinstance(x, np.ndarray)
         send = np.ascontiguousarray(x) if is_host else np.asarray(registry.backend_for(x).read(x), dtype=np.int32)

@@ -34,6 +34,7 @@ from scenarios import (
     tell,
     wait_for,
 )
+from tiers import later
 from worlds import GlooWorld, MPIWorld, ProcessWorld, agree, free_port, mpi_command, mpi_environment
 
 import gradscale
@@ -353,6 +354,34 @@ assert optimizer.steps == 4
 """
 
 
+IN_THREADS = """
+import concurrent.futures
+import sys
+import warnings
+import mpi4py
+mpi4py.rc.thread_level = level = sys.argv[1]
+from mpi4py import MPI
+import numpy as np
+import gradscale
+from scenarios import SGD, gradients
+
+def step():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        scaler.scale(np.float32(1.0))
+        scaler.step(SGD(gradients("numpy")))
+        scaler.update()
+    return any("'multiple'" in str(warning.message) for warning in told)
+
+scaler = gradscale.ShardedGradScaler(group=MPI.COMM_WORLD, timeout=20.0)
+with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    # In one thread, which may be another than the main one, and then in two.
+    said = [pool.submit(step).result(), pool.submit(step).result(), step(), pool.submit(step).result()]
+assert said == {"funneled": [1, 1, 0, 1], "serialized": [0, 0, 1, 1], "multiple": [0] * 4}[level], said
+sys.stdout.write("survived\\n")
+"""
+
+
 @mpi_only
 @pytest.mark.parametrize(
     "size", [pytest.param(None, marks=pytest.mark.tier("quick")), 2], ids=["without mpiexec", "2 ranks"]
@@ -361,6 +390,15 @@ def test_a_communicator_that_was_freed_is_named_and_another_takes_its_place(size
     command = [sys.executable, "-c", FREED] if size is None else mpi_command(size, "-c", FREED)
     completed = ran(*command, **ENVIRONMENT)
     assert completed.returncode == 0, completed.stderr
+
+
+@mpi_only
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("level", ["funneled", "serialized", *later("ranks", "multiple")])
+def test_threads_that_mpi_is_not_initialised_for_are_told_of(level: str):
+    completed = ran(*mpi_command(2, "-c", IN_THREADS, level), **ENVIRONMENT)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.split() == ["survived"] * 2
 
 
 # Over torch.
