@@ -18,7 +18,7 @@ from gradscale.testing import run_ranks
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:each gradient of .* is divided by the scale in .*float16:UserWarning"),
+    pytest.mark.filterwarnings("ignore:gradients of .* are divided by the scale in .*float16:UserWarning"),
 ]
 
 

@@ -14,7 +14,7 @@ import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:each gradient of .* is divided by the scale in .*float16:UserWarning"),
+    pytest.mark.filterwarnings("ignore:gradients of .* are divided by the scale in .*float16:UserWarning"),
     pytest.mark.numpy,
     pytest.mark.filterwarnings(
         r"ignore:scale\(\) was not called:UserWarning", "ignore:(invalid value|overflow) encountered:RuntimeWarning"

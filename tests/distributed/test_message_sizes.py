@@ -13,7 +13,7 @@ from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = [
     pytest.mark.numpy,
-    pytest.mark.filterwarnings("ignore:each gradient of .* is divided by the scale in .*float16:UserWarning"),
+    pytest.mark.filterwarnings("ignore:gradients of .* are divided by the scale in .*float16:UserWarning"),
 ]
 
 DTYPES = (np.float32, np.float16, np.float64, np.complex64)
