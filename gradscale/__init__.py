@@ -74,10 +74,10 @@ from gradscale.scaler.scaler import StepGuard as StepGuard
 from gradscale.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
+    from gradscale import callbacks as callbacks
+    from gradscale import plot as plot
+    from gradscale import presets as presets
     from gradscale import testing as testing
-    from gradscale.policies import presets as presets
-    from gradscale.tools import callbacks as callbacks
-    from gradscale.tools import plot as plot
     from gradscale.tools.foreign import ForeignState as ForeignState
     from gradscale.tools.foreign import load_foreign_state as load_foreign_state
 
@@ -85,9 +85,9 @@ if typing.TYPE_CHECKING:
 _LATER = {
     "ForeignState": "gradscale.tools.foreign",
     "load_foreign_state": "gradscale.tools.foreign",
-    "callbacks": "gradscale.tools.callbacks",
-    "plot": "gradscale.tools.plot",
-    "presets": "gradscale.policies.presets",
+    "callbacks": "gradscale.callbacks",
+    "plot": "gradscale.plot",
+    "presets": "gradscale.presets",
     "testing": "gradscale.testing",
 }
 

@@ -255,8 +255,8 @@ class Flags(NamedTuple):
     Ranks with one state differ in the latter alone."""
     presence: Array = Presence.SOME
     scaled: Array = 3
-    """2: a loss was scaled in this iteration, or needs not be; 1: one was before; 0: none was. 3: a guard's rule has a
-    value, too, or needs none."""
+    """2: a loss was scaled in this iteration, or needs not be; 1: one was before; 0: none was. 3: the rule for
+    spikes has a value, too, or needs none."""
     code: Array = 0
 
 

@@ -48,6 +48,21 @@ def test_nothing_is_loaded_but_what_comes_along(steps: dict[str, set[str]]):
     assert [set(names) & FRAMEWORKS for names in loaded] == list(steps.values())
 
 
+@pytest.mark.parametrize("name", ["callbacks", "plot", "presets", "testing"])
+def test_a_module_of_the_pages_is_imported_by_its_dotted_name(name: str):
+    module = importlib.import_module(f"gradscale.{name}")
+    assert getattr(gradscale, name) is module
+    assert all(hasattr(module, each) for each in module.__all__)
+    code = f"import gradscale.{name}, sys; print(sorted(sys.modules.keys() & {sorted(FRAMEWORKS)}))"
+    assert python("-c", code).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_a_module_of_an_adapter_that_is_guessed_is_told_by_its_name(name: str):
+    with pytest.raises(ModuleNotFoundError, match=f"is a package of its own: from gradscale_{name} import"):
+        importlib.import_module(f"gradscale.{name}")
+
+
 def test_help_is_the_docstring_which_has_every_public_name():
     assert "__version__" in dir(gradscale)
     for name in {*dir(gradscale)} - {*gradscale.errors.__all__, "__version__"}:
