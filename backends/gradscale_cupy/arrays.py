@@ -117,14 +117,14 @@ def _unscale(
     if out is None:
         check_real_dtype(state.scale, dtype)
     targets = [_empty_for(grad, dtype) for grad in grads] if out is None else out
-    home = state.scale.device
+    target = state.scale.device
     found = []
-    for device, prepared in _by_device(grads, targets, home):
+    for device, prepared in _by_device(grads, targets, target):
         there = state._replace(scale=_moved(state.scale, device))
         with device:
             found.append(_unscale_prepared(prepared, there, squares=squares))
-    here = [[_moved(part, home) for part in parts] for parts in zip(*found, strict=True)]
-    with home:
+    here = [[_moved(part, target) for part in parts] for parts in zip(*found, strict=True)]
+    with target:
         return targets, [functools.reduce(operator.add, parts) for parts in here]
 
 
@@ -146,10 +146,10 @@ def _moved(x: Array, device: cupy.cuda.Device) -> Array:
 
 
 def _by_device(
-    sources: Sequence[Array], targets: Sequence[Array], home: cupy.cuda.Device
+    sources: Sequence[Array], targets: Sequence[Array], target: cupy.cuda.Device
 ) -> list[tuple[cupy.cuda.Device, Prepared]]:
-    """Prepare the work of ``home`` and each other device, before anything is modified on any."""
-    places: defaultdict[int, list[int]] = defaultdict(list, {home.id: []})
+    """Prepare the work of ``target`` and each other device, before anything is modified on any."""
+    places: defaultdict[int, list[int]] = defaultdict(list, {target.id: []})
     for index, x in enumerate(sources):
         # ``device`` would make an object for each of thousands.
         places[x.data.device_id].append(index)

@@ -86,8 +86,8 @@ class JaxBackend(Backend):
 
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
         """Summarize as ``gradscale.core.summaries.summarize_arrays`` does, from the bits: XLA's subnormals are 0."""
-        home = self.placement(arrays[0])
-        return jnp.concatenate([_moved(_summarize_one(x), home) for x in arrays])
+        target = self.placement(arrays[0])
+        return jnp.concatenate([_moved(_summarize_one(x), target) for x in arrays])
 
     def unscale(
         self, grads: _Arrays, state: ScaleState, /, *, dtype: DTypeLike | None = None, out: _Arrays | None = None
@@ -134,8 +134,8 @@ class JaxBackend(Backend):
 
     def _total(self, values: _Arrays, like: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Add up 0-d arrays beside another, or beside the first of them if that is on no chosen device."""
-        home = next(filter(None, map(self.placement, (like, *values))), None)
-        return sum((_moved(value, home) for value in values), jnp.zeros((), dtype=dtype, device=home))
+        target = next(filter(None, map(self.placement, (like, *values))), None)
+        return sum((_moved(value, target) for value in values), jnp.zeros((), dtype=dtype, device=target))
 
 
 def _moved(x: jax.Array, where: Sharding | None) -> jax.Array:

@@ -25,8 +25,8 @@ from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
 from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, Watching, takes
+from gradscale.scaler.scale import CurrentScale
 from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, step_of
-from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, hosts
 from gradscale_torch.backend import ScalerBackend
@@ -74,20 +74,20 @@ def _field(name: str) -> property:
     """Return a property for a field of the state, 0-d, the same tensor after ``update``; None before ``scale``."""
 
     def get(scaler: GradScaler) -> Tensor | None:
-        state = _live(scaler).state
+        state = _current(scaler).state
         return None if state is None else getattr(state, name)
 
     def replace(scaler: GradScaler, value: Tensor) -> None:
         if not isinstance(value, Tensor):
             msg = f"_{name} must be a tensor, got {shown(value)}: to begin anew, load a state dict or make a new scaler"
             raise InvalidTypeError(msg)
-        iteration, live = iteration_of(scaler), _live(scaler)
-        field: Tensor = getattr(live.current(value), name)
+        iteration, current = iteration_of(scaler), _current(scaler)
+        field: Tensor = getattr(current.materialize(value), name)
         fitting = moved(value, field.device, dtype=field.dtype)
-        live.replace_field(name, fitting.reshape(()) if fitting.shape else fitting)
+        current.set_field(name, fitting.reshape(()) if fitting.shape else fitting)
         # Gradients under way are unscaled with it, as by torch's scalers.
         if iteration.state is not None:
-            iteration.state = live.state
+            iteration.state = current.state
 
     return property(get, replace)
 
@@ -188,11 +188,11 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         self.set_group(group)
 
     def __repr__(self) -> str:
-        live = _live(self)
+        current = _current(self)
         # A device is not waited for.
-        held = None if live.state is None else live.state.scale
-        scale = live.scale() if held is None or devices.is_on_cpu(held) else f"<on {held.device}>"
-        return f"{type(self).__name__}(policy={live.policy!r}, scale={scale}, enabled={self._enabled})"
+        held = None if current.state is None else current.state.scale
+        scale = current.scale() if held is None or devices.is_on_cpu(held) else f"<on {held.device}>"
+        return f"{type(self).__name__}(policy={current.policy!r}, scale={scale}, enabled={self._enabled})"
 
     # The iteration.
 
@@ -361,7 +361,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             if turn.is_over and turn.pending is not None and turn.pending.groups:
                 # Torch's keys do not say that the weights are newer than the scale, which ranks have to compare.
                 return saved
-        return hosts.as_torchs_state_dict(saved, _live(self).policy)
+        return hosts.as_torchs_state_dict(saved, _current(self).policy)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes that torch's scalers pickle, and under one more key the rest, without tensors."""
@@ -398,20 +398,20 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     @property
     def _init_scale(self) -> float:
-        return float(_live(self).first["scale"])
+        return float(_current(self).first["scale"])
 
     @_init_scale.setter
     def _init_scale(self, value: float) -> None:
-        _live(self).replace_first("scale", validation.scale("_init_scale", value))
+        _current(self).set_initial("scale", validation.scale("_init_scale", value))
 
     @property
     def _init_growth_tracker(self) -> int:
-        return int(_live(self).first.get("growth_tracker", 0))
+        return int(_current(self).first.get("growth_tracker", 0))
 
     @_init_growth_tracker.setter
     def _init_growth_tracker(self, value: int) -> None:
         tracker = validation.integer("_init_growth_tracker", value, 0, validation.LARGEST_INT32)
-        _live(self).replace_first("growth_tracker", tracker)
+        _current(self).set_initial("growth_tracker", tracker)
 
     _scale = _field("scale")
     _growth_tracker = _field("growth_tracker")
@@ -427,9 +427,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     def _make_state(self, dev: torch.device | str) -> None:
         """Make the state on a device, if it is not made yet, as a framework does that steps before the first loss."""
-        live = _live(self)
-        live.current(torch.empty((), device=dev))
-        live.is_fresh = False
+        current = _current(self)
+        current.materialize(torch.empty((), device=dev))
+        current.is_fresh = False
         iteration_of(self).mistakes.knows_unscaled_loss = True
 
     _lazy_init_scale_growth_tracker = _not_called("_lazy_init_scale_growth_tracker", _make_state)
@@ -585,8 +585,8 @@ def _wrapped(group: object, timeout: float) -> object:
     return registry.get("torch").collectives(group, timeout=timeout) if is_torchs else group
 
 
-def _live(replacement: GradScaler) -> LiveState:
-    return iteration_of(replacement).live
+def _current(replacement: GradScaler) -> CurrentScale:
+    return iteration_of(replacement).current
 
 
 class _Untraced:

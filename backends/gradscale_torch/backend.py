@@ -156,10 +156,10 @@ class TorchBackend(Backend):
                 gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, again=least < 1.0)
             sparse = [one for one in out if one.layout == torch.sparse_coo]
             gradients.flag_sums([one for one in sparse if not one.is_coalesced()], flags)
-            count, home = gradients.count_nonfinite(flags, tensors), state.scale.device
+            count, target = gradients.count_nonfinite(flags, tensors), state.scale.device
             if count is None:
-                return out, combined(flags, home).to(torch.int32)
-            return out, torch.full((), count, dtype=torch.int32, device=home)
+                return out, combined(flags, target).to(torch.int32)
+            return out, torch.full((), count, dtype=torch.int32, device=target)
 
     def values_of(self, x: Array) -> Array | None:
         """Return the dense tensor of a gradient's values on this rank. A loss may be of another library."""
@@ -190,12 +190,12 @@ class ScalerBackend(TorchBackend):
     def first_state(self, policy: Policy, numbers: Mapping[str, float], like: Array) -> ScaleState:
         """Return a policy's first state on the device of a tensor."""
         require_values(like)
-        home = like.device if isinstance(like, Tensor) else CPU
-        forbid_capture(home, "call scale() once before, or every replay would begin with the first state again")
+        target = like.device if isinstance(like, Tensor) else CPU
+        forbid_capture(target, "call scale() once before, or every replay would begin with the first state again")
         with torch.inference_mode(False):
             state = super().first_state(policy, numbers, torch.zeros((), device=CPU))
             # Filled by kernels, for which nobody waits as for copies of the CPU's memory.
-            return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=home) for one in state))
+            return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=target) for one in state))
 
     def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
         """Return a state with some fields replaced by numbers, which its tensors hold if others look at them."""
@@ -258,7 +258,7 @@ class ScalerBackend(TorchBackend):
             scaled.append(product.to(tensor.dtype) if self._settings.is_sharded else product)
         return scaled
 
-    def map_outputs(self, outputs: object, home_for: object, multiply: _Multiply) -> object:  # noqa: ARG002
+    def map_outputs(self, outputs: object, namespace_for: object, multiply: _Multiply) -> object:  # noqa: ARG002
         """Return outputs with every tensor multiplied; in place of torch's scalers one by one.
 
         Lists, tuples, named tuples and dicts keep their kinds; any other iterable as an iterator, as torch has it, so

@@ -89,9 +89,9 @@ class TensorRead:
         return values
 
 
-def combined(found: Mapping[torch.device, Tensor], home: torch.device) -> Tensor:
+def combined(found: Mapping[torch.device, Tensor], target: torch.device) -> Tensor:
     """Return the flags of all devices as one 0-d float32, exactly 0 or 1, on one of them. No host read."""
-    if len(found) == 1 and home in found:
-        return found[home]
-    flags = [moved(flag, home) for flag in found.values()]
-    return torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=home)
+    if len(found) == 1 and target in found:
+        return found[target]
+    flags = [moved(flag, target) for flag in found.values()]
+    return torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=target)

@@ -16,7 +16,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import aliasing, gradients
 from gradscale.core.arithmetic import clip_numbers
-from gradscale.core.gradients import Found, Home, Listed, Request
+from gradscale.core.gradients import Found, Listed, Request, ScaleView
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import bits_of_float32, float32_from_bits
 from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, shown
@@ -129,12 +129,12 @@ class TensorGradients:
 
         The loss of other ranks is there, also if all gradients are on the CPU, so that messages go the same way.
         """
-        first, home = next(iter(self._tensors.values()), None), self._settings.device
-        trains_on_cpu = home is None or (not isinstance(home, int) and torch.device(home).type == "cpu")
+        first, target = next(iter(self._tensors.values()), None), self._settings.device
+        trains_on_cpu = target is None or (not isinstance(target, int) and torch.device(target).type == "cpu")
         if first is not None and (trains_on_cpu or not first[0].is_cpu):
             return first[0]
         parameters = self._parameters.listed.unique
-        return torch.zeros((), device=parameters[0].device if home is None and parameters else home)
+        return torch.zeros((), device=parameters[0].device if target is None and parameters else target)
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -142,17 +142,17 @@ class TensorGradients:
         meshes = self._parameters.meshes
         return groups_over(meshes, self._settings.timeout) if meshes else ()
 
-    def unscale(self, live: Home, state: ScaleState) -> Found:
+    def unscale(self, current: ScaleView, state: ScaleState) -> Found:
         """Divide them by the scale of a state, clip and judge them; or judge them alone."""
         request, tensors, scale = self._request, self._tensors, state.scale
         if request.max_norm is not None:
             self._require_whole()
         flags: Flags = {}
         norm, divisor = None, scale
-        (number,) = live.backend.peek((scale,)) or (None,)
+        (number,) = current.state_adapter.peek((scale,)) or (None,)
         is_one, may_be_below_one = number == 1.0, number is None or number < 1.0
         if number is None and not self._is_replayed and not is_capturing(scale.device):
-            is_one, may_be_below_one = live.is_one(state), live.floor(state) < 1.0
+            is_one, may_be_below_one = current.is_one(state), current.scale_lower_bound(state) < 1.0
         with torch.no_grad():
             if request.max_norm is not None:
                 is_plain = request.divides and request.exchange is None and not self._parameters.meshes
@@ -213,11 +213,11 @@ class TensorGradients:
 
         For an optimizer that divides by itself the first is float32, and else float64, if there is that.
         """
-        exchange, home, divides = self._request.exchange, scale.device, self._request.divides
+        exchange, target, divides = self._request.exchange, scale.device, self._request.divides
         # On a device the CPU waits for nobody, so that the norm is not announced.
         if exchange is not None and is_on_cpu(scale) and self._parameters.meshes:
             exchange.announce(scale)
-        norm, own = self._norm(home)
+        norm, own = self._norm(target)
         unscaled = torch.div(norm, scale, out=torch.empty_like(scale))
         judged = unscaled
         if exchange is not None:
@@ -232,25 +232,25 @@ class TensorGradients:
         divisor = torch.maximum(scale, clipping, out=None if divides else torch.empty_like(scale))
         # A divisor is an overflow, too, that float32 cannot hold, or whose reciprocal is no normal number.
         lost = [(4 * divisor).float() if divides else divisor] if max_norm > 0 else []
-        flag_nonfinite({(home, torch.float32): [judged, *lost]}, flags)
+        flag_nonfinite({(target, torch.float32): [judged, *lost]}, flags)
         return divisor, unscaled
 
-    def _norm(self, home: torch.device) -> tuple[Tensor, Tensor]:
+    def _norm(self, target: torch.device) -> tuple[Tensor, Tensor]:
         """Return the norm of all gradients, by an all-reduce for DTensors, and that of this rank's; 0-d, in float64."""
         mesh, exchange = groups_over(self._parameters.meshes, self._settings.timeout), self._request.exchange
         if not mesh:
-            own = norm_of(self._tensors, home)
+            own = norm_of(self._tensors, target)
             if exchange is None:
                 return own, own
             # The CPU computes the same norm of all ranks' parts on every rank.
-            norms = exchange.numbers(bits_of_float32(own.item()), torch.zeros((), device=home))
+            norms = exchange.numbers(bits_of_float32(own.item()), torch.zeros((), device=target))
             return torch.full_like(own, math.hypot(*map(float32_from_bits, norms))), own
         counted = [
             kernel_view(one.grad)
             for one in self._parameters.listed.unique
             if one.grad is not None and _is_counted_here(one.grad)
         ]
-        own = norm_of(group_tensors(counted), home).double()
+        own = norm_of(group_tensors(counted), target).double()
         return mesh[0].sum(own.square()).sqrt(), own
 
     def _require_whole(self) -> None:
@@ -620,12 +620,14 @@ def count_nonfinite(flags: Flags, groups: Groups) -> int | None:
     return max(1, sum(not torch.isfinite(one).all().item() for one in every))
 
 
-def norm_of(groups: Groups, home: torch.device) -> Tensor:
+def norm_of(groups: Groups, target: torch.device) -> Tensor:
     """Return the 2-norm of all tensors together, 0-d, in float64 where there is that."""
-    norms = [moved(_norm_of_one_kind(device, one), home, dtype=_widest(home)) for (device, _), one in groups.items()]
+    norms = [
+        moved(_norm_of_one_kind(device, one), target, dtype=_widest(target)) for (device, _), one in groups.items()
+    ]
     if len(norms) == 1:
         return norms[0]
-    zero = torch.zeros((), dtype=_widest(home), device=home)
+    zero = torch.zeros((), dtype=_widest(target), device=target)
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else zero
 
 

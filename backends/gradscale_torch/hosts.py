@@ -89,14 +89,14 @@ def state_dict_of_pickle(kept: dict[str, object]) -> dict[str, object]:
 class Shown:
     """A verdict by device, which frameworks look at and may write to: what they write takes the verdict's place."""
 
-    def __init__(self, flags: Flags, home: torch.device) -> None:
-        self.flags, self._home = flags, home
+    def __init__(self, flags: Flags, target: torch.device) -> None:
+        self.flags, self._target = flags, target
 
     def __call__(self) -> torch.Tensor | None:
         """Return whether to skip the step, 0-d float32, exactly 0 or 1; None without any flag."""
         # Some have one element in one dimension.
         flags = {device: flag.reshape(()) for device, flag in self.flags.items()}
-        return (combined(flags, self._home) != 0).to(torch.float32) if flags else None
+        return (combined(flags, self._target) != 0).to(torch.float32) if flags else None
 
 
 def found_by_device(iteration: Iteration, turn: Turn) -> Mapping[torch.device, torch.Tensor]:
@@ -107,26 +107,26 @@ def found_by_device(iteration: Iteration, turn: Turn) -> Mapping[torch.device, t
 
 def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
     """Return the verdict on an optimizer as one that a framework may replace; None before there is a state."""
-    pending, live = turn.pending, iteration.live
+    pending, current = turn.pending, iteration.current
     if pending is None:
-        if live.state is None:
+        if current.state is None:
             return None
-        (scale,) = live.backend.peek(live.state[:1]) or (None,)
+        (scale,) = current.state_adapter.peek(current.state[:1]) or (None,)
         found = Found(0, has_gradients=False, flags={}, scale=scale)
-        pending = turn.pending = Pending(live, iteration.agreement, found, live.state, (), None, iteration.number)
+        pending = turn.pending = Pending(current, iteration.agreement, found, current.state, (), None, iteration.number)
         pending.is_placeholder = True
     if not isinstance(pending.override, Shown):
-        home, flags = pending.state.scale.device, dict(pending.found.flags or {})
+        target, flags = pending.state.scale.device, dict(pending.found.flags or {})
         if (
             pending.is_judged_late
             or pending.is_judged_by_host
-            or (pending.groups and home.type == "cpu" and not pending.is_late)
+            or (pending.groups and target.type == "cpu" and not pending.is_late)
         ):
             iteration.verdict(turn)
         if pending.groups or pending.is_judged_by_host or not isinstance(turn.code, int) or turn.code:
-            flag = flag_of(pending, home)
-            flags = {device: moved(flag, device).clone() for device in flags or [home]}
-        pending.override = Shown(flags, home)
+            flag = flag_of(pending, target)
+            flags = {device: moved(flag, device).clone() for device in flags or [target]}
+        pending.override = Shown(flags, target)
     assert isinstance(pending.override, Shown)
     return pending.override
 
@@ -153,7 +153,7 @@ class OptimizerState(MutableMapping[str, object]):
         elif name == "found_inf_per_device" and _are_flags(value):
             for flag in value.values():
                 # Beside one of them, if there is no state yet.
-                self._iteration.live.current(flag)
+                self._iteration.current.materialize(flag)
             override = shown_of(self._iteration, self._turn)
             if override is not None:
                 override.flags = value

@@ -24,12 +24,12 @@ Optimizer = torch.optim.Optimizer
 def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
     """Return a context to step an optimizer in that skips by itself; None for another one."""
     optimizer = step.optimizer
-    live = step.iteration.live
+    current = step.iteration.current
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not _is_around_another(optimizer):
         if step.closure is not None:
             # When the closure returns its gradients are unscaled and finite.
-            home = _home_of_flags(optimizer, live.hooks.example().device)
-            zero = torch.zeros((), dtype=torch.float32, device=home)
+            target = _device_of_flags(optimizer, current.adapter.example().device)
+            zero = torch.zeros((), dtype=torch.float32, device=target)
             return _fused_attributes(optimizer, getattr(optimizer, "grad_scale", None), zero)
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             if step.iteration.parts.clipping.max_norm is not None:
@@ -48,8 +48,8 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
                 return None
             return _grad_scaler_step(step)
         return _fused_step(step)
-    if live.state is not None and step.closure is None and not devices.is_on_cpu(live.state.scale):
-        forbid_capture(live.state.scale.device, NO_READS)
+    if current.state is not None and step.closure is None and not devices.is_on_cpu(current.state.scale):
+        forbid_capture(current.state.scale.device, NO_READS)
     return None
 
 
@@ -59,11 +59,11 @@ def _is_around_another(optimizer: Any) -> bool:
     return owner is not optimizer or getattr(getattr(optimizer, "optimizer", None), "_step_supports_amp_scaling", False)
 
 
-def flag_of(pending: Pending, home: torch.device) -> Tensor:
+def flag_of(pending: Pending, target: torch.device) -> Tensor:
     """Return whether to skip the step, 0-d float32, exactly 0 or 1; no host read if it is on a device."""
     skips: Tensor | bool = pending.skips()
     if isinstance(skips, bool):
-        return torch.full((), float(skips), dtype=torch.float32, device=home)
+        return torch.full((), float(skips), dtype=torch.float32, device=target)
     return skips if skips.dtype == torch.float32 else (skips != 0).to(torch.float32)
 
 
@@ -80,27 +80,27 @@ def _fused_step(step: Step) -> Iterator[None]:
     pending = turn.pending
     assert pending is not None
     found, state = pending.found, pending.state
-    home = state.scale.device
+    target = state.scale.device
     fresh = _without_momentum(optimizer)
     is_known = devices.is_on_cpu(state.scale)
     if pending.override is None and not is_known:
         # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced, and
         # momentum that is not to be damped if this step is skipped.
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
-        may_be_late = not iteration.reports.wants_each_step and (not is_damped or is_capturing(home))
-        pending.is_late = may_be_late and iteration.live.at_min_scale(state) is None
+        may_be_late = not iteration.reports.wants_each_step and (not is_damped or is_capturing(target))
+        pending.is_late = may_be_late and iteration.current.at_min_scale(state) is None
     is_empty = not pending.groups and not found.has_gradients and not turn.refused
     if not pending.is_late or is_empty:
         if not is_known:
-            forbid_capture(home, NO_READS)
+            forbid_capture(target, NO_READS)
         step.verdict = iteration.verdict_for_step(turn, optimizer)
-    flag, scale = flag_of(pending, home), getattr(optimizer, "grad_scale", None)
-    home = _home_of_flags(optimizer, home)
+    flag, scale = flag_of(pending, target), getattr(optimizer, "grad_scale", None)
+    target = _device_of_flags(optimizer, target)
     if found.is_scaled:
         # A copy, which the optimizer may change.
         divisor = state.scale.clone() if found.divisor is None else found.divisor
-        scale = moved(divisor if scale is None else divisor * scale, home)
-    with _fused_attributes(optimizer, scale, moved(flag, home).clone()):
+        scale = moved(divisor if scale is None else divisor * scale, target)
+    with _fused_attributes(optimizer, scale, moved(flag, target).clone()):
         try:
             yield
         except BaseException:
@@ -120,11 +120,11 @@ def _fused_step(step: Step) -> Iterator[None]:
     _note_left_scaled(step)
 
 
-def _home_of_flags(optimizer: Any, home: torch.device) -> torch.device:
+def _device_of_flags(optimizer: Any, target: torch.device) -> torch.device:
     """Return where an optimizer's flags belong: on the CPU for parameters there, as nobody waits for copies to it."""
-    if home != CPU and True in {one.is_cpu for group in optimizer.param_groups for one in group["params"]}:
+    if target != CPU and True in {one.is_cpu for group in optimizer.param_groups for one in group["params"]}:
         return CPU
-    return home
+    return target
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def _grad_scaler_step(step: Step) -> Iterator[None]:
     if turn.pending is not None and turn.pending.is_begun:
         step.verdict = iteration.verdict(turn)
     else:
-        step.verdict = Verdict(Reason.STEPPED, None, 0, 0, False, iteration.live.scale())
+        step.verdict = Verdict(Reason.STEPPED, None, 0, 0, False, iteration.current.scale())
     _note_left_scaled(step)
 
 

@@ -146,7 +146,7 @@ def narrowed(wide: Array, dtype: object) -> Array:
         return xp.astype(wide, dtype)
 
 
-def nonfinite_flag(stored: Array, home: object, wide: Array | None = None) -> Array:
+def nonfinite_flag(stored: Array, where: object, wide: Array | None = None) -> Array:
     """Return whether an array, rounded from a wide one if there is one, holds an inf or NaN: 0-d int32 on a device.
 
     Compilers that join kernels may leave out the rounding to half precision between two of them, so that a number that
@@ -159,7 +159,7 @@ def nonfinite_flag(stored: Array, home: object, wide: Array | None = None) -> Ar
     else:
         is_finite = xp.logical_and(wide < bound, -bound < wide)
     bad = xp.astype(xp.logical_not(xp.all(is_finite)), xp.int32)
-    return bad if device(stored) == home else to_device(bad, home)
+    return bad if device(stored) == where else to_device(bad, where)
 
 
 def unscale_arrays(
@@ -168,9 +168,9 @@ def unscale_arrays(
     """Divide floating arrays by the scale into new ones and count the non-finite; every adapter must equal this."""
     state_xp = array_namespace(state.scale)
     check_real_dtype(state.scale, dtype)
-    home = device(state.scale)
+    where = device(state.scale)
     first, second = map(replicas, inverse_factors(state.scale))
-    nonfinite = state_xp.zeros((), dtype=state_xp.int32, **on(home))
+    nonfinite = state_xp.zeros((), dtype=state_xp.int32, **on(where))
     unscaled = []
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
     for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
@@ -178,21 +178,21 @@ def unscale_arrays(
         stored_dtype = x.dtype if wanted_dtype is None or (kind_of(x) is Kind.COMPLEX and out is None) else wanted_dtype
         stored = narrowed(wide, stored_dtype)
         unscaled.append(stored)
-        nonfinite = nonfinite + nonfinite_flag(stored, home, wide)
+        nonfinite = nonfinite + nonfinite_flag(stored, where, wide)
     return unscaled, as_0d_array(state_xp, nonfinite)
 
 
 def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
     """Return the sum of the squares of all elements on the device of ``like``, in float64 if it has that."""
-    xp, home = array_namespace(like), device(like)
-    total = xp.zeros((), dtype=_widest(xp, home), **on(home))
+    xp, where = array_namespace(like), device(like)
+    total = xp.zeros((), dtype=_widest(xp, where), **on(where))
     for x in arrays:
         parts = (xp.real(x), xp.imag(x)) if kind_of(x) is Kind.COMPLEX else (x,)
         for part in parts:
             wide = xp.astype(part, _widest(xp, device(x)))
             # In a dtype that both devices have.
             square = xp.astype(xp.sum(wide * wide), wide.dtype if wide.dtype == xp.float32 else total.dtype)
-            square = square if device(x) == home else to_device(square, home)
+            square = square if device(x) == where else to_device(square, where)
             total = as_0d_array(xp, total + xp.astype(square, total.dtype))
     return total
 

@@ -237,10 +237,10 @@ class Backend:
         """Return a state that takes the place of another, perhaps in the other's arrays."""
         return new
 
-    def map_outputs(self, outputs: object, home_for: Callable[[Array], Namespace], multiply: _Multiply) -> Any:
+    def map_outputs(self, outputs: object, namespace_for: Callable[[Array], Namespace], multiply: _Multiply) -> Any:
         """Return the outputs of ``scale``, with all floating arrays multiplied at once.
 
-        ``home_for`` makes the state beside an array, if there is none, and returns the state's namespace.
+        ``namespace_for`` makes the state beside an array, if there is none, and returns the state's namespace.
         """
         if isinstance(outputs, int):
             msg = (
@@ -253,7 +253,7 @@ class Backend:
         if like is None:
             require_arrays(leaves, what="output", rebuild=rebuild)
             return rebuild(leaves)
-        chosen = floating_leaves(leaves, home_for(like), what="output", rebuild=rebuild)
+        chosen = floating_leaves(leaves, namespace_for(like), what="output", rebuild=rebuild)
         by_identity = {id(old): new for old, new in zip(chosen, multiply(chosen), strict=True)}
         return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)
 

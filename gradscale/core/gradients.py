@@ -47,17 +47,17 @@ Listed: TypeAlias = IdentityMap[Any]
 """The parameters of optimizers as a framework lists them, kept from call to call."""
 
 
-class Home(Protocol):
-    """The library in which the state lives."""
+class ScaleView(Protocol):
+    """What unscaling has to know of the scaler's state."""
 
-    backend: Backend
+    state_adapter: Backend
     """The adapter of the state's library."""
-    home: Namespace
+    xp: Namespace
     """Its namespace."""
     is_static: bool
     """Whether no update changes the scale."""
 
-    def floor(self, state: ScaleState) -> float:
+    def scale_lower_bound(self, state: ScaleState) -> float:
         """Return the smallest value that the scale of a state can have, as far as the host knows without a read."""
 
     def is_one(self, state: ScaleState) -> bool:
@@ -142,7 +142,7 @@ class Collected(Protocol):
     def groups(self) -> Sequence[Collectives]:
         """The groups that the gradients themselves are spread over, for a scaler that was given none."""
 
-    def unscale(self, live: Home, state: ScaleState) -> Found:
+    def unscale(self, current: ScaleView, state: ScaleState) -> Found:
         """Divide them by the scale of a state, clip and judge them; a refusal modifies none."""
 
 
@@ -174,14 +174,14 @@ class Gradients:
         """The first floating array, which says where the state belongs."""
         return first_floating(self._leaves)
 
-    def unscale(self, live: Home, state: ScaleState) -> Found:
+    def unscale(self, current: ScaleView, state: ScaleState) -> Found:
         """Divide them by the scale of a state, clip and judge them; no host read but for a norm over ranks."""
-        backend = live.backend
+        backend = current.state_adapter
         if backend.forbid_tracing is not None:
             backend.forbid_tracing("unscale_()")
-        chosen = floating_leaves(self._leaves, live.home, what=self._what, takes_integers=False)
+        chosen = floating_leaves(self._leaves, current.xp, what=self._what, takes_integers=False)
         max_norm, dtype, norm = self._request.max_norm, self._master_dtype, None
-        state = UnitState(*state) if live.is_static and live.is_one(state) else state
+        state = UnitState(*state) if current.is_static and current.is_one(state) else state
         out = chosen if dtype is None else None
         narrow: set[str] = set()
         if dtype is None and self._request.are_scaled and not isinstance(state, UnitState):
@@ -245,9 +245,9 @@ class GivenNorm:
         """The norm, or if that is a number an array of the optimizer."""
         return self._norm if is_array_api_obj(self._norm) else self._fallback()
 
-    def unscale(self, live: Home, state: ScaleState) -> Found:
+    def unscale(self, current: ScaleView, state: ScaleState) -> Found:
         """Judge the norm; if the host reads the verdict, with that."""
-        norm, backend = self._norm, live.backend
+        norm, backend = self._norm, current.state_adapter
         if not is_array_api_obj(norm):
             (scale,) = backend.peek((state.scale,)) or (None,)
             return Found(0 if math.isfinite(norm) else 1, norm, scale=scale)

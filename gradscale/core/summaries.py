@@ -115,9 +115,9 @@ def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Arra
 
     XLA and CuPy take float32's subnormals for 0, and need ``bits``, which is ``Backend.bits``.
     """
-    home = device(arrays[0])
+    where = device(arrays[0])
     found = [_words(piece, bits) for x in arrays for piece in _pieces(x)]
-    return array_namespace(*found).concat([x if device(x) == home else to_device(x, home) for x in found])
+    return array_namespace(*found).concat([x if device(x) == where else to_device(x, where) for x in found])
 
 
 def summaries_of(arrays: Sequence[Array], found: Iterable[int]) -> list[Summary]:

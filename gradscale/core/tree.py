@@ -254,7 +254,7 @@ def first_floating(leaves: Sequence[object]) -> Array | None:
 
 def floating_leaves(
     leaves: Sequence[Array],
-    home: Namespace,
+    namespace: Namespace,
     *,
     what: str,
     rebuild: _Rebuild | None = None,
@@ -267,7 +267,7 @@ def floating_leaves(
     try:
         # Thousands of leaves are of few kinds.
         are_known = _known.issuperset(
-            zip(map(type, leaves), [leaf.dtype for leaf in leaves], itertools.repeat(home.__name__))
+            zip(map(type, leaves), [leaf.dtype for leaf in leaves], itertools.repeat(namespace.__name__))
         )
     except Exception:
         # A look at each leaf says which one cannot be read.
@@ -279,14 +279,14 @@ def floating_leaves(
             for kind in dict.fromkeys(kinds):
                 first = kinds.index(kind)
                 name = functools.partial(_leaf_name, what, leaves, first, rebuild)
-                if _is_floating(leaves[first], home, takes_integers, name):
+                if _is_floating(leaves[first], namespace, takes_integers, name):
                     floating.add(kind)
             leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind in floating]
-            _known.update((*kind, home.__name__) for kind in floating)
+            _known.update((*kind, namespace.__name__) for kind in floating)
     return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
 
 
-def _is_floating(leaf: Array, home: Namespace, takes_integers: bool, name: Callable[[], str]) -> bool:
+def _is_floating(leaf: Array, namespace: Namespace, takes_integers: bool, name: Callable[[], str]) -> bool:
     """Tell whether a leaf is a floating array, and not one to be left out; raise for any other leaf."""
     _require_array(leaf, name)
     if leaf is None or (takes_integers and isinstance(leaf, int)):
@@ -298,9 +298,9 @@ def _is_floating(leaf: Array, home: Namespace, takes_integers: bool, name: Calla
         msg = f"{name()} must have a {dtypes} dtype, got {shown(dtype)}"
         raise InvalidTypeError(msg)
     # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
-    if kind is not Kind.INTEGRAL and array_namespace(leaf) is not home:
+    if kind is not Kind.INTEGRAL and array_namespace(leaf) is not namespace:
         msg = (
-            f"{name()} must be an array of the library that the state is in, {library_name(home)}, got one of "
+            f"{name()} must be an array of the library that the state is in, {library_name(namespace)}, got one of "
             f"{library_name(array_namespace(leaf))}; use one scaler for each library"
         )
         raise InvalidTypeError(msg)

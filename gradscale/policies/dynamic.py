@@ -339,7 +339,7 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
     return Numbers(scale, 0 if overflow else restart if grow else run, counted, steps)
 
 
-def home_of(like: Array) -> tuple[Namespace, object]:
+def namespace_and_device(like: Array) -> tuple[Namespace, object]:
     """Return the namespace and the ``device=`` for a state beside an array; InvalidTypeError for anything else."""
     if not is_array_api_obj(like):
         msg = f"like must be an array, beside which the state is made, got {shown(like)}: such as init(params['w'])"
@@ -348,7 +348,7 @@ def home_of(like: Array) -> tuple[Namespace, object]:
 
 
 def _first_state(scale: float, like: Array) -> ScaleState:
-    xp, where = home_of(like)
+    xp, where = namespace_and_device(like)
     # Under CuPy, zeros and full leave out the device.
     trackers = [xp.asarray(0, dtype=xp.int32, **on(where)) for _ in ScaleState._fields[1:]]
     return ScaleState(xp.asarray(scale, dtype=xp.float32, **on(where)), *trackers)

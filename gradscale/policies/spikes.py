@@ -12,7 +12,7 @@ from gradscale.core import validation
 from gradscale.core.arithmetic import device, has_float64, narrowed, on
 from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError, shown
-from gradscale.policies.dynamic import home_of
+from gradscale.policies.dynamic import namespace_and_device
 
 STANDARD_FUNCTIONS = ("abs", "max", "sqrt", "sum")
 """Names that SkipSpikes needs of a library besides those of the core."""
@@ -138,7 +138,7 @@ class SkipSpikes:
 
     def init(self, like: Array = None) -> SpikeState:
         """Return a state without values, in the library and on the device of an array."""
-        xp, where = home_of(like)
+        xp, where = namespace_and_device(like)
         # Each its own, since JAX donates no array twice.
         count, skipped = (xp.zeros((), dtype=xp.int32, **on(where)) for _ in range(2))
         return SpikeState(xp.zeros((self.window,), dtype=xp.float32, **on(where)), count, skipped)

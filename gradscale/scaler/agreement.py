@@ -29,7 +29,7 @@ from gradscale.errors import (
 )
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import Claim, Outcome, Verdict
-from gradscale.scaler.state import LiveState
+from gradscale.scaler.scale import CurrentScale
 from gradscale.waiting import call_within
 
 _Carry: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
@@ -217,12 +217,12 @@ class Agreement:
         # Spares a call in each step.
         return self.groups if self._groups is None else self._groups
 
-    def example(self, live: LiveState, number: int) -> Array | None:
+    def example(self, current: CurrentScale, number: int) -> Array | None:
         """Return an array for a rank that has none; None if it need not take part. CallOrderError without a library."""
         if self.is_alone:
             return None
         example: Callable[[], Array] | None = getattr(self.groups[0], "example", None)
-        found, theirs = live.example(), None if example is None else example()
+        found, theirs = current.example(), None if example is None else example()
         if found is None or (theirs is not None and array_namespace(theirs) is array_namespace(found)):
             # Where the group carries it, as the other ranks' arrays.
             found = theirs
@@ -509,10 +509,10 @@ class Exchange:
     """
 
     def __init__(
-        self, agreement: Agreement, live: LiveState, collectives: Collectives, claim: Callable[[], Claim]
+        self, agreement: Agreement, current: CurrentScale, collectives: Collectives, claim: Callable[[], Claim]
     ) -> None:
         self.rank, self.size = collectives.rank, collectives.size
-        self._agreement, self._live, self._group = agreement, live, collectives
+        self._agreement, self._current, self._group = agreement, current, collectives
         # One for all rounds, of which other rows of a grid of ranks may have more.
         self._claim = functools.cache(claim)
 
@@ -529,12 +529,12 @@ class Exchange:
         return gather_texts(sent, self._group, functools.partial(self._carry, like))
 
     def _carry(self, like: Array, values: Sequence[int]) -> list[int]:
-        claim, backend = self._claim(), self._live.backend_for(like)
+        claim, backend = self._claim(), self._current.backend_for(like)
         sent = backend.integers(claims.carrying(claims.hash_of(claim), values), like)
         with self._agreement.failing():
             ballot = self._agreement.send([self._group], sent, claim.iteration, claim)
             answer = ballot.read(backend)
-            ballot.verdict(*answer, self._live.policy)
+            ballot.verdict(*answer, self._current.policy)
         return claims.carried(answer[0])
 
 

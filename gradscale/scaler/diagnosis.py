@@ -48,8 +48,8 @@ class Diagnosis:
     """Makes the reports of ``diagnose``, and of a scaler with ``diagnose="on_overflow"`` in its steps."""
 
     def __init__(self, parts: Parts, *, enabled: bool) -> None:
-        self._live, self._agreement, self._reports = parts.live, parts.agreement, parts.reports
-        self._hooks, self._listed, self._tally = parts.live.hooks, parts.listed, parts.tally
+        self._current, self._agreement, self._reports = parts.current, parts.agreement, parts.reports
+        self._hooks, self._listed, self._tally = parts.current.adapter, parts.listed, parts.tally
         self._enabled = enabled
 
     def of_overflow(self, optimizer: Optimizer, iteration: Iteration) -> OverflowReport:
@@ -82,8 +82,10 @@ class Diagnosis:
         if optimizer in self._reports:
             # Its verdict may not have been read yet.
             self._reports.last(optimizer)
-        live = self._live
-        minimum = None if live.never_scales or not self._enabled else live.policy.clamp(validation.SMALLEST_NORMAL)
+        current = self._current
+        minimum = (
+            None if current.never_scales or not self._enabled else current.policy.clamp(validation.SMALLEST_NORMAL)
+        )
         groups: Sequence[Collectives] = ()
         if gather and self._enabled:
             groups = (pending and pending.groups) or iteration.groups_for(optimizer)
@@ -101,7 +103,7 @@ class Diagnosis:
         exchanges = []
         for index, group in enumerate(groups):
             claim = functools.partial(iteration.next_claim, [group], optimizer, None, Call.DIAGNOSIS, index)
-            exchanges.append(Exchange(self._agreement, live, group, claim))
+            exchanges.append(Exchange(self._agreement, current, group, claim))
         reports = _gather(own, exchanges, self._like_any(optimizer, iteration))
         if failure is not None:
             raise failure
@@ -149,7 +151,7 @@ class Diagnosis:
         counts, lost = self._judge_loss(asked.loss, [] if is_over else list(iteration.loss_nonfinite))
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
         if state is not None:
-            others.append(self._live.backend_for(state.scale).fingerprint(state))
+            others.append(self._current.backend_for(state.scale).fingerprint(state))
         summaries, numbers = self._read([x for _, _, x in looked if x is not None], others)
         if state is not None:
             scale = validation.float32_from_bits(numbers.pop()[0])
@@ -183,7 +185,7 @@ class Diagnosis:
         """Summarize arrays and read others: one host read for each library."""
         summaries: dict[int, Summary] = {}
         values: dict[int, list[int]] = {}
-        backend_for = self._live.backend_for
+        backend_for = self._current.backend_for
         for xp in dict.fromkeys(map(array_namespace, arrays + others)):
             own, theirs = ([x for x in some if array_namespace(x) is xp] for some in (arrays, others))
             found, read = backend_for((own or theirs)[0]).read_summaries(own, theirs)
@@ -245,16 +247,16 @@ class Diagnosis:
         known = _known(turn)
         if known is not None:
             return known.scale, None, number
-        if self._live.state is None and iteration.state is None:
-            return self._live.scale(), None, number
-        state = iteration.in_force(self._live.example)
-        scale = self._live.backend.peek(state[:1])
+        if self._current.state is None and iteration.state is None:
+            return self._current.scale(), None, number
+        state = iteration.in_force(self._current.example)
+        scale = self._current.state_adapter.peek(state[:1])
         return (1.0, state, number) if scale is None else (scale[0], None, number)
 
     def _like_any(self, optimizer: Optimizer, iteration: Iteration) -> Array:
         """Return an array of the library that this rank agrees in."""
-        if self._live.state is not None:
-            return self._live.state.scale
+        if self._current.state is not None:
+            return self._current.state.scale
         try:
             gradients = [one.array for one in named_gradients(optimizer) if one.array is not None]
             found = [self._hooks.values_of(gradient) for gradient in gradients]
@@ -263,8 +265,8 @@ class Diagnosis:
             found = []
         like = first_floating(found)
         if like is None:
-            like = self._live.example()
-        return self._agreement.example(self._live, iteration.number) if like is None else like
+            like = self._current.example()
+        return self._agreement.example(self._current, iteration.number) if like is None else like
 
 
 def _known(turn: Turn | None) -> Verdict | None:

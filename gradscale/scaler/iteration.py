@@ -29,8 +29,8 @@ from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.mistakes import Mistakes, no_values
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
+from gradscale.scaler.scale import CurrentScale, Saved, checked_scale, copied
 from gradscale.scaler.stall import Tally
-from gradscale.scaler.state import LiveState, Saved, checked_scale, copied
 from gradscale.scaler.verdict import Pending
 
 _ORDER = "The right order: scale(loss), backward pass, unscale_(optimizer) if wanted, step(optimizer), update()"
@@ -55,7 +55,7 @@ _JUDGING = Request(divides=False)
 class Parts(NamedTuple):
     """The parts of a scaler."""
 
-    live: LiveState
+    current: CurrentScale
     agreement: Agreement
     reports: Reports
     listed: Listed
@@ -166,7 +166,7 @@ class Iteration:
 
     def __init__(self, number: int, parts: Parts, steps_before: int = 0, alone_before: int = 0) -> None:
         self.number, self.parts, self.steps_before, self.alone_before = number, parts, steps_before, alone_before
-        self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard, *_ = parts
+        self.current, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard, *_ = parts
         # With the position of the optimizer's streak.
         self.steps: list[tuple[StepReport, int | None]] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
@@ -230,8 +230,8 @@ class Iteration:
             with contextlib.suppress(*OF_ALL_RANKS):
                 self.read_verdicts()
         following = Iteration(number, self.parts, steps)
-        self.live.is_unused = self.live.is_unused or not self.is_at_boundary
-        self.live.is_given_up |= not self.is_at_boundary and not self.live.is_one(state or self.live.state)
+        self.current.is_unused = self.current.is_unused or not self.is_at_boundary
+        self.current.is_given_up |= not self.is_at_boundary and not self.current.is_one(state or self.current.state)
         if state is not None and self.is_at_boundary:
             # The load may write to the arrays of the state.
             following.state = copied(state)
@@ -263,7 +263,7 @@ class Iteration:
     def look(self, losses: Iterable[Array | float]) -> None:
         """Look at losses, whose mean the guard judges the next optimizer by."""
         for loss in losses:
-            value = loss if isinstance(loss, float) else self.live.backend_for(loss).values_of(loss)
+            value = loss if isinstance(loss, float) else self.current.backend_for(loss).values_of(loss)
             if value is not None:
                 self.losses = self.losses.plus(value)
 
@@ -271,17 +271,17 @@ class Iteration:
 
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Multiply arrays by the scale; a first state is made beside the first one."""
-        live = self.live
-        state = self._closure_state or live.state or live.current(arrays[0])
-        if live.backend.forbid_tracing is not None:
-            live.backend.forbid_tracing("scale()")
-        products = arrays if live.is_static and live.is_one(state) else live.backend.scale(arrays, state)
+        current = self.current
+        state = self._closure_state or current.state or current.materialize(arrays[0])
+        if current.state_adapter.forbid_tracing is not None:
+            current.state_adapter.forbid_tracing("scale()")
+        products = arrays if current.is_static and current.is_one(state) else current.state_adapter.scale(arrays, state)
         if self._closure_state is None:
-            if live.is_fresh and self.state is not None:
+            if current.is_fresh and self.state is not None:
                 # The losses before were those of an iteration that a load has given up.
                 self.losses = Losses()
             self.state = state
-        live.is_fresh = live.is_unused = live.is_given_up = False
+        current.is_fresh = current.is_unused = current.is_given_up = False
         self.scaled = True
         for turn in self.turns:
             turn.is_overtaken |= turn.has_failed
@@ -289,15 +289,15 @@ class Iteration:
 
     def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
         """Return the state to unscale with; one is made beside the ``first`` array, or CallOrderError without any."""
-        state = self._closure_state or self.state or self.live.state
+        state = self._closure_state or self.state or self.current.state
         if state is not None:
             return state
         like = first()
         if like is None:
-            like = self.agreement.example(self.live, self.number)
+            like = self.agreement.example(self.current, self.number)
         if like is None:
             self.wrong_order("no array has been seen yet, so it is not known where the state belongs")
-        return self.live.current(like)
+        return self.current.materialize(like)
 
     @contextlib.contextmanager
     def inside_closure(self) -> Iterator[None]:
@@ -316,8 +316,8 @@ class Iteration:
 
     def lower(self) -> bool:
         """Back the scale off for the rest of this iteration's closures; False if the policy cannot."""
-        state = self.lowered or self.state or self.live.current()
-        self.lowered = self.live.policy.backoff(state)
+        state = self.lowered or self.state or self.current.materialize()
+        self.lowered = self.current.policy.backoff(state)
         return self.lowered is not state
 
     # An optimizer's way.
@@ -359,7 +359,7 @@ class Iteration:
         if norm is not None and self.parts.clipping.max_norm is not None:
             msg = "norm= is the norm of gradients that the program has clipped, got a scaler that clips by max_norm="
             raise InvalidValueError(msg)
-        if norm is not None and not is_unscaled and not self.live.never_scales:
+        if norm is not None and not is_unscaled and not self.current.never_scales:
             self.wrong_order(
                 "step(norm=) needs the norm of unscaled gradients: call unscale_() before they are clipped"
             )
@@ -385,11 +385,11 @@ class Iteration:
 
     def keeps(self, owner: object, loss: Array | float) -> bool:
         """Tell whether the loss of a micro-batch is finite on all ranks, and count it: one message and one read."""
-        live, agreement = self.live, self.agreement
+        current, agreement = self.current, self.agreement
         if agreement.failure is not None:
             raise agreement.failure
         groups = () if agreement.is_alone else agreement.usable_groups()
-        value = value_of(loss if isinstance(loss, float) else live.backend_for(loss).values_of(loss))
+        value = value_of(loss if isinstance(loss, float) else current.backend_for(loss).values_of(loss))
         if not groups:
             is_kept = math.isfinite(float(value))
         else:
@@ -401,10 +401,12 @@ class Iteration:
             code = is_nonfinite(value, state.scale) * claims.reason_code(
                 Reason.OVERFLOW, agreement.rank(), LossFault.NONFINITE
             )
-            sent = claims.of_arrays(live.backend, live.policy, state, claims.hash_of(claim), Flags(0, code=code))
+            sent = claims.of_arrays(
+                current.state_adapter, current.policy, state, claims.hash_of(claim), Flags(0, code=code)
+            )
             with agreement.failing():
                 ballot = agreement.send(groups, sent, self.number, claim)
-                is_kept = not ballot.verdict(*ballot.read(live.backend), live.policy).reason
+                is_kept = not ballot.verdict(*ballot.read(current.state_adapter), current.policy).reason
         kept, dropped, *_ = MicroBatches() if self.micro.stepped else self.micro
         self.micro = MicroBatches(kept + is_kept, dropped + (not is_kept), not is_kept)
         if is_kept:
@@ -417,8 +419,8 @@ class Iteration:
     def _checksum(self, optimizer: Optimizer) -> str:
         """Return a checksum of gradients that all ranks hold, unless what averages them was left out."""
         located = [one.array for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
-        arrays = [one for one in map(self.live.hooks.values_of, located) if one is not None and is_floating(one)]
-        backend = self.live.backend_for(arrays[0]) if arrays else self.live.hooks
+        arrays = [one for one in map(self.current.adapter.values_of, located) if one is not None and is_floating(one)]
+        backend = self.current.backend_for(arrays[0]) if arrays else self.current.adapter
         sums = [sum_of_bits(one, backend.bits(one)) for one in arrays]
         known = [backend.move(one, arrays[0]) for one in sums if one is not None]
         numbers = backend.read(array_namespace(known[0]).stack(known)) if known else []
@@ -466,7 +468,7 @@ class Iteration:
                 "a closure of this optimizer has failed, so that its gradients cannot be used: call step() with a "
                 "closure again, or end the iteration with update(get_scale()) and make new gradients"
             )
-        live, agreement, micro = self.live, self.agreement, self.micro.of(optimizer)
+        current, agreement, micro = self.current, self.agreement, self.micro.of(optimizer)
         groups = () if agreement.is_alone else agreement.usable_groups()
         if turn.stage is Stage.READY and micro.dropped and not micro.kept:
             turn.refused = turn.refused or Reason.REFUSED
@@ -474,7 +476,7 @@ class Iteration:
             if request is None:
                 request = UNSCALING if divides else _JUDGING
                 if self.parts.clipping.max_norm is not None:
-                    is_read = divides and not groups and live.hooks.reads_verdict(optimizer)
+                    is_read = divides and not groups and current.adapter.reads_verdict(optimizer)
                     request = self.request(optimizer, self.parts.clipping)._replace(divides=divides, is_read=is_read)
             norm = None if turn.inputs is None else turn.inputs.norm
             gradients = self._collected(optimizer, request, norm)
@@ -492,8 +494,10 @@ class Iteration:
         not_scaled = None if self.scaled else self._never_scaled(turn, optimizer, groups)
         if not_scaled is Presence.SOME and not groups:
             self._forbid_unscaled(turn)
-        state = self._closure_state or self.state or live.state or self.in_force(lambda: gradients.like)
-        is_unscaled = not (self.scaled or not_scaled or turn.refused or live.hooks.is_replayed or live.is_one(state))
+        state = self._closure_state or self.state or current.state or self.in_force(lambda: gradients.like)
+        is_unscaled = not (
+            self.scaled or not_scaled or turn.refused or current.adapter.is_replayed or current.is_one(state)
+        )
         has_norm = request.max_norm is not None or norm is not None
         has_values = is_look or self._has_values(turn, optimizer, has_norm=has_norm)
         if not groups:
@@ -505,7 +509,7 @@ class Iteration:
         before = turn.stage, turn.pending
         turn.stage, turn.pending, turn.is_overtaken = Stage.UNSCALED, None, False
         try:
-            found = gradients.unscale(live, state)
+            found = gradients.unscale(current, state)
         except BaseException as error:
             # After a failure some gradients may be divided already, but not if they cannot be or in a second look.
             if not gradients.is_touched:
@@ -518,7 +522,7 @@ class Iteration:
             late: tuple[Array | float | None, bool] = None, False
             # If gradients are judged a second time their norm is not known any longer.
             if (self.guard is not None or turn.inputs is not None) and before[0] is Stage.READY:
-                is_read = not groups and live.hooks.reads_verdict(optimizer)
+                is_read = not groups and current.adapter.reads_verdict(optimizer)
                 late = self._judge(turn, optimizer, found, state, is_read=is_read)
             if turn.refused:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
@@ -527,7 +531,7 @@ class Iteration:
                 claim = claim._replace(checksum=checksum)
             scaled, is_last = (not_scaled, is_unscaled), self.tally.is_last_chance(optimizer) and len(groups) > 0
             turn.pending = Pending(
-                live,
+                current,
                 agreement,
                 found,
                 state,
@@ -578,13 +582,13 @@ class Iteration:
 
     def _collected(self, optimizer: Optimizer, request: Request, norm: Array | float | None) -> Collected:
         """Return an optimizer's gradients, or the norm that the program has clipped them by."""
-        hooks = self.live.hooks
+        adapter = self.current.adapter
         if norm is None:
-            return hooks.collect(optimizer, self._listed, request)
-        groups = hooks.groups_of(optimizer)
-        is_read = self.agreement.is_alone and not groups and request.divides and hooks.reads_verdict(optimizer)
+            return adapter.collect(optimizer, self._listed, request)
+        groups = adapter.groups_of(optimizer)
+        is_read = self.agreement.is_alone and not groups and request.divides and adapter.reads_verdict(optimizer)
         return GivenNorm(
-            value_of(norm), lambda: hooks.collect(optimizer, self._listed, UNSCALING).like, groups, is_read=is_read
+            value_of(norm), lambda: adapter.collect(optimizer, self._listed, UNSCALING).like, groups, is_read=is_read
         )
 
     def _forbid_unscaled(self, turn: Turn, where: str = "") -> NoReturn:
@@ -593,26 +597,28 @@ class Iteration:
                 f"the closure of step() has not called scale(){where}: make the backward pass of scaler.scale(loss) in "
                 f"each of its evaluations; or make it before, and call step(optimizer) without the closure"
             )
-        since = " since a state was loaded, or a scale or a group set" if self.live.is_known else ""
+        since = " since a state was loaded, or a scale or a group set" if self.current.is_known else ""
         self.wrong_order(f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)")
 
     def _never_scaled(self, turn: Turn, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
         """Look at the gradients of a loss that this rank has not scaled: a host read for each. None for others."""
-        live = self.live
-        if turn.refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
+        current = self.current
+        if turn.refused or current.adapter.is_replayed or not (current.is_fresh or turn.by_closure):
             return None
         # Nothing has to be divided.
-        is_one = self._closure_state is None and live.scale() == 1.0 and (len(groups) > 0 or live.is_known)
-        if not live.is_given_up and (live.never_scales or is_one):
+        is_one = self._closure_state is None and current.scale() == 1.0 and (len(groups) > 0 or current.is_known)
+        if not current.is_given_up and (current.never_scales or is_one):
             return None
-        if not live.is_known:
+        if not current.is_known:
             return Presence.SOME
-        held = [live.hooks.values_of(one.array) for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
+        held = [
+            current.adapter.values_of(one.array) for one in named_gradients(optimizer) if is_array_api_obj(one.array)
+        ]
         arrays = [one for one in held if one is not None and is_floating(one)]
-        found = [live.backend_for(one).read_summaries([one])[0][0] for one in arrays]
+        found = [current.backend_for(one).read_summaries([one])[0][0] for one in arrays]
         if all(one.zeros == one.size for one in found):
             return Presence.ZEROS
-        return Presence.SOME if live.is_unused or turn.by_closure else None
+        return Presence.SOME if current.is_unused or turn.by_closure else None
 
     def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
         """Let no rank make the coming step of an optimizer."""
@@ -633,7 +639,7 @@ class Iteration:
         self, turn: Turn, optimizer: Optimizer, found: Found, state: ScaleState, *, is_read: bool
     ) -> tuple[Array | float | None, bool]:
         """Judge the loss and the norm; return the loss, and whether that is left to when the host has read them."""
-        backend, norm = self.live.backend, found.norm
+        backend, norm = self.current.state_adapter, found.norm
         # The losses are this optimizer's, whether it is judged by them or not.
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
@@ -666,7 +672,7 @@ class Iteration:
 
     def _tell_of_failure(self, optimizer: Optimizer) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
-        agreement, live = self.agreement, self.live
+        agreement, current = self.agreement, self.current
         # What fails now is not what is wrong.
         with contextlib.suppress(Exception):
             groups = self.groups_for(optimizer)
@@ -676,14 +682,14 @@ class Iteration:
 
             def like() -> Array | None:
                 with contextlib.suppress(Exception):
-                    return live.hooks.collect(optimizer, self._listed, UNSCALING).like
+                    return current.adapter.collect(optimizer, self._listed, UNSCALING).like
                 return None
 
             scale = self.in_force(like).scale
-            sent = live.backend.integers(claims.failure(claims.hash_of(claim), agreement.rank()), scale)
+            sent = current.state_adapter.integers(claims.failure(claims.hash_of(claim), agreement.rank()), scale)
             with agreement.failing():
                 ballot = agreement.send(groups, sent, self.number, claim)
-                ballot.verdict(*ballot.read(live.backend), live.policy)
+                ballot.verdict(*ballot.read(current.state_adapter), current.policy)
 
     def verdict(self, turn: Turn) -> Verdict:
         """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step."""
@@ -720,8 +726,8 @@ class Iteration:
 
     def request(self, optimizer: Optimizer, clipping: Clipping) -> Request:
         """Return what clipping asks for; InvalidValueError for gradients without a norm, before any is modified."""
-        agreement, live = self.agreement, self.live
-        groups = live.hooks.norm_groups(optimizer, self._listed)
+        agreement, current = self.agreement, self.current
+        groups = current.adapter.norm_groups(optimizer, self._listed)
         if not groups and clipping.norm_over == "group":
             groups = agreement.usable_groups()
         if not groups:
@@ -733,7 +739,7 @@ class Iteration:
             )
             raise InvalidValueError(msg)
         claim = functools.partial(self.next_claim, groups, optimizer, clipping.max_norm, Call.NORM)
-        return Request(clipping.max_norm, Exchange(agreement, live, groups[0], claim))
+        return Request(clipping.max_norm, Exchange(agreement, current, groups[0], claim))
 
     def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
@@ -765,11 +771,11 @@ class Iteration:
 
     def _has_no_array(self, turn: Turn, optimizer: Optimizer) -> bool:
         """Tell whether a guard's first step has no gradient, beside which a state could be made, and asks no rank."""
-        is_first = self.state is None and self.live.state is None
+        is_first = self.state is None and self.current.state is None
         if not (self.parts.is_guard and is_first) or turn.refused or turn.by_closure:
             return False
         groups = self.groups_for(optimizer)
-        return not groups and self.live.hooks.collect(optimizer, self._listed, UNSCALING).like is None
+        return not groups and self.current.adapter.collect(optimizer, self._listed, UNSCALING).like is None
 
     def _tell_of_no_gradients(self, turn: Turn, optimizer: Optimizer, scale: float) -> None:
         """Report a step without gradients: of a guard it does nothing, and else it is CallOrderError."""
@@ -816,7 +822,7 @@ class Iteration:
 
         Return a function that makes the report of the update, if somebody wants it, and an error to raise afterwards.
         """
-        live = self.live
+        current = self.current
         if self.agreement.failure is not None:
             raise self.agreement.failure
         for turn in self.turns:
@@ -826,7 +832,7 @@ class Iteration:
                     "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
                     "same object, which then makes no step, or end the iteration with update(get_scale())"
                 )
-        wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
+        wanted = None if new_scale is None else checked_scale(new_scale, current.policy)
         pending, verdicts = self.read_verdicts()
         self.gives_up = any(each.gives_up and each.reason in (Reason.SPIKE, Reason.OVERFLOW) for each in verdicts)
         if wanted is None and self.lowered is None and not pending:
@@ -838,14 +844,14 @@ class Iteration:
             for turn in self.turns:
                 # A window learns from no gradients that were only looked at, or that the user has stepped with.
                 if turn.is_over and turn.observation is not None and turn.pending is not None:
-                    self.guard.learn(turn.observation, turn.pending.reason(), live.backend.put)
+                    self.guard.learn(turn.observation, turn.pending.reason(), current.state_adapter.put)
         if self.parts.snapshots:
             self._hold()
         # Last, since Ctrl-C after it would let the next update adapt the state again.
         if wanted is not None:
-            live.replace_scale(wanted)
+            current.set_scale(wanted)
         elif self.lowered is not None:
-            live.take(self.lowered)
+            current.set_state(self.lowered)
         else:
             self._adapt(pending)
         return report, underflow
@@ -861,9 +867,9 @@ class Iteration:
         for snapshot in self.parts.snapshots:
             if not snapshot.takes_flags:
                 # The host writes what it holds.
-                xp = self.live.home
+                xp = self.current.xp
                 flags = [xp.astype(xp.reshape(one != 0, (1,)), xp.int32) for one in skips]
-                is_made = is_made and not any(self.live.backend.read(flag)[0] for flag in flags)
+                is_made = is_made and not any(self.current.state_adapter.read(flag)[0] for flag in flags)
             if is_made and not (skips and snapshot.takes_flags):
                 snapshot.save()
             else:
@@ -873,17 +879,17 @@ class Iteration:
         self, pending: Sequence[Pending], verdicts: Sequence[Verdict], wanted: float | None
     ) -> Callable[[], UpdateReport]:
         """Return a function that makes the report of the update once the state is adapted."""
-        live, steps = self.live, [step for step, _ in self.steps]
+        current, steps = self.current, [step for step, _ in self.steps]
         # Somebody wants them since a step whose verdict was to be read later.
         with self.agreement.failing():
             steps += [step_report(one.read(), self.number, one.rank()) for one in pending if one.is_late]
         scales = [step.scale for step in steps] + [verdict.scale for verdict in verdicts]
         # Without a verdict it has to be read; a closure's may be of a lower one than the update starts from.
-        before = live.scale() if not scales or any(step.retries for step in steps) else scales[0]
+        before = current.scale() if not scales or any(step.retries for step in steps) else scales[0]
         skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
 
         def report() -> UpdateReport:
-            after = live.scale() if wanted is None else wanted
+            after = current.scale() if wanted is None else wanted
             rank, counts = self.agreement.rank(), self.tally.counts
             return UpdateReport(self.number, before, skipped, rank, tuple(steps), after, counts)
 
@@ -892,13 +898,13 @@ class Iteration:
     def _underflow(self, pending: Sequence[Pending], verdicts: Sequence[Verdict]) -> ScaleUnderflowError | None:
         # If a policy raises, no verdict is late. A closure may have tried the lowest scale, and the update does not.
         for one, verdict in zip(pending, verdicts, strict=False):
-            if verdict.at_min_scale and verdict.nonfinite and one.state is (self.state or self.live.state):
+            if verdict.at_min_scale and verdict.nonfinite and one.state is (self.state or self.current.state):
                 return ScaleUnderflowError(
                     f"gradients overflow although the scale is at its minimum, {verdict.scale!r}: the cause is not "
                     f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
                     f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
                     f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
-                    f"{shown(self.live.policy)}"
+                    f"{shown(self.current.policy)}"
                 )
         return None
 
@@ -915,10 +921,10 @@ class Iteration:
             self.check_late_verdicts()
         if counts:
             if self._before is None:
-                self._before = self.live.saved()
+                self._before = self.current.saved()
             else:
-                self.live.restore(self._before)
-            self.live.advance(counts, held if len(held) == len(counts) else (), self._before)
+                self.current.restore(self._before)
+            self.current.advance(counts, held if len(held) == len(counts) else (), self._before)
 
     def read_verdicts(self) -> tuple[list[Pending], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""
@@ -939,7 +945,7 @@ class Iteration:
 
     def groups_for(self, optimizer: Optimizer) -> Sequence[Collectives]:
         """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
-        groups = self.agreement.usable_groups() or self.live.hooks.groups_of(optimizer)
+        groups = self.agreement.usable_groups() or self.current.adapter.groups_of(optimizer)
         for collectives in groups:
             # The default group is looked up when it is first needed.
             resolve: Callable[[], object] | None = getattr(collectives, "resolve", None)
@@ -968,7 +974,7 @@ class Iteration:
             optimizer=met.number,
             scaler=agreement.number_over(groups[0]),
             group=index,
-            settings=agreement.identify(self.live.policy) if is_step else 0,
+            settings=agreement.identify(self.current.policy) if is_step else 0,
             steps=self.steps_before if is_step else 0,
             max_norm=max_norm,
             kind=met.kind,
@@ -980,7 +986,7 @@ class Iteration:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
         if any(turn.is_incomplete for turn in self.turns):
             self.wrong_order(_INCOMPLETE)
-        never = self.live.never_scales
+        never = self.current.never_scales
         if self.scaled or never:
             since = "in this iteration" if never else "since scale(): gradients are still multiplied by the scale"
             self.wrong_order(

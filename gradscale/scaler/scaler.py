@@ -38,8 +38,8 @@ from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepReport, callbacks_of, step_report
+from gradscale.scaler.scale import CurrentScale, checked_scale
 from gradscale.scaler.stall import Tally, raise_or_warn
-from gradscale.scaler.state import LiveState, checked_scale
 from gradscale.scaler.stepper import Step
 
 _Outputs = TypeVar("_Outputs")
@@ -57,14 +57,18 @@ def parts_of(
     own_rank: Callable[[], int | None] | None = None,
 ) -> Parts:
     """Return the parts of a scaler with these options."""
-    live, reports, guard = LiveState(policy_of(options), backend), Reports(options), guard_for(options.get("skip"))
+    current, reports, guard = (
+        CurrentScale(policy_of(options), backend),
+        Reports(options),
+        guard_for(options.get("skip")),
+    )
     # Ranks act on these at the same time, so that they must have them in common.
     common = {name: options.get(name) for name in ("diagnose", "skip", "give_up_after")}
     common["hold"] = options.get("hold") is not None
     clipping = checked_clipping(options.get("max_norm"), options.get("norm_over"))
     agreement = Agreement(groups, {**common, **clipping._asdict()}, own_rank)
     snapshots = _snapshots_of(options.get("hold"))
-    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard, clipping, snapshots)
+    return Parts(current, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard, clipping, snapshots)
 
 
 def _snapshots_of(hold: object) -> list[Snapshot]:
@@ -171,7 +175,7 @@ class GradScaler:
         self._iteration = Iteration(number, parts, steps, alone)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(policy={self._parts.live.policy!r}, enabled={self._enabled})"
+        return f"{type(self).__name__}(policy={self._parts.current.policy!r}, enabled={self._enabled})"
 
     # The iteration.
 
@@ -211,7 +215,7 @@ class GradScaler:
             (scaled,) = self._multiplied(has_losses, None, (outputs,))
         else:
             multiply = functools.partial(self._multiplied, has_losses, outputs)
-            scaled = parts.live.hooks.map_outputs(outputs, self._home_for, multiply)
+            scaled = parts.current.adapter.map_outputs(outputs, self._namespace_for, multiply)
         if given is not None:
             iteration.look([given])
         elif loss is False and (iteration.losses.is_used or not iteration.losses.number):
@@ -603,7 +607,7 @@ class GradScaler:
 
     def get_scale(self) -> float:
         """Return the scale as a float, 1.0 when disabled. One host read."""
-        return self._parts.live.scale() if self._enabled else 1.0
+        return self._parts.current.scale() if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
         """Return whether the scaler is enabled."""
@@ -611,27 +615,27 @@ class GradScaler:
 
     def get_growth_factor(self) -> float:
         """Return the growth factor; 1.0 for a policy without one."""
-        return float(getattr(self._parts.live.policy, "growth_factor", 1.0))
+        return float(getattr(self._parts.current.policy, "growth_factor", 1.0))
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor: above 1."""
-        self._parts.live.replace_setting("growth_factor", new_factor)
+        self._parts.current.set_policy_setting("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
         """Return the backoff factor; 1.0 for a policy without one."""
-        return float(getattr(self._parts.live.policy, "backoff_factor", 1.0))
+        return float(getattr(self._parts.current.policy, "backoff_factor", 1.0))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor: between 0 and 1."""
-        self._parts.live.replace_setting("backoff_factor", new_factor)
+        self._parts.current.set_policy_setting("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
         """Return the growth interval in clean steps; 1 for a policy without one."""
-        return int(getattr(self._parts.live.policy, "growth_interval", 1))
+        return int(getattr(self._parts.current.policy, "growth_interval", 1))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval, in clean steps; a run that is already as long grows at its next clean step."""
-        self._parts.live.replace_setting("growth_interval", new_interval)
+        self._parts.current.set_policy_setting("growth_interval", new_interval)
 
     # Saving and loading.
 
@@ -648,7 +652,7 @@ class GradScaler:
         """
         if not self._enabled:
             return {}
-        live, guard = self._parts.live, self._parts.guard
+        current, guard = self._parts.current, self._parts.guard
         windows, streaks = None if guard is None else guard.numbers(), self._parts.tally.saved()
         # Counts are read first, and with them the verdicts that are late.
         iteration, counts = self._iteration, self.counts()
@@ -657,7 +661,7 @@ class GradScaler:
             counts.setdefault("dropped", 0)
         # Not those of this iteration that are skipped, which some ranks may leave out.
         steps = iteration.steps_before + sum(turn.is_made for turn in iteration.turns)
-        return checkpoint.build(live.policy, live.numbers(), iteration.number, counts, steps, windows, streaks)
+        return checkpoint.build(current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
@@ -682,29 +686,29 @@ class GradScaler:
         if self._busy.locked() and self._iteration.turns:
             msg = f"load_state_dict() was called in step(), in iteration {self._iteration.number}: call it afterwards"
             raise CallOrderError(msg)
-        loaded = checkpoint.parse(state_dict, self._parts.live.policy)
-        live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
+        loaded = checkpoint.parse(state_dict, self._parts.current.policy)
+        current, agreement, reports = self._parts.current, self._parts.agreement, self._parts.reports
         self._iteration = self._iteration.begin_anew(loaded.iteration, loaded.steps)
         agreement.recover()
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
-        live.load(loaded.policy, loaded.snapshot)
+        current.load(loaded.policy, loaded.snapshot)
         self._parts.tally.restart(loaded.counts, loaded.streaks)
         if self._parts.guard is not None:
-            self._parts.guard.load(loaded.windows, live.hooks.put)
+            self._parts.guard.load(loaded.windows, current.adapter.put)
 
     def __getstate__(self) -> dict[str, object]:
         """Return settings and numbers to pickle, and no arrays, groups or reports; CallOrderError in mid-iteration."""
         iteration = self._iteration
         iteration.require_boundary("pickling or copying a scaler")
         # Gradients of a state before a load are not.
-        is_kept = (iteration.state is None or not iteration.live.is_fresh) and iteration.is_at_boundary
+        is_kept = (iteration.state is None or not iteration.current.is_fresh) and iteration.is_at_boundary
         scaled, losses = (iteration.scaled, iteration.losses) if is_kept else (False, Losses())
         # Each part says by itself what of it is kept.
         parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap(), snapshots=())))
         if not is_kept:
             # The copy has no gradients of its own.
-            parts.live.begin_anew()
+            parts.current.mark_unused()
         # The optimizers of a copy are others.
         losses = Losses() if losses.judged else losses._replace(total=float(losses.total))
         numbers = iteration.number, iteration.steps_before, iteration.alone_before
@@ -731,14 +735,14 @@ class GradScaler:
             self._met.update((type(x), x.dtype) for x in arrays)
         return products
 
-    def _home_for(self, like: Array) -> Namespace:
+    def _namespace_for(self, like: Array) -> Namespace:
         """Return the namespace of the state, made beside an array if there is none yet."""
-        live = self._parts.live
-        backend = live.backend_for(like)
+        current = self._parts.current
+        backend = current.backend_for(like)
         if backend.forbid_tracing is not None:
             backend.forbid_tracing("scale()")
-        live.current(like)
-        return live.home
+        current.materialize(like)
+        return current.xp
 
     def _clip_unscaled(self, optimizer: Optimizer, clipping: Clipping) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None without any."""
@@ -750,15 +754,15 @@ class GradScaler:
                 "gradscale.StepGuard(group=...), which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
-        live, listed = self._parts.live, self._parts.listed
+        current, listed = self._parts.current, self._parts.listed
         # It refuses gradients that have no norm.
-        live.hooks.norm_groups(optimizer, listed)
-        gradients = live.hooks.collect(optimizer, listed, Request(clipping.max_norm, are_scaled=False))
+        current.adapter.norm_groups(optimizer, listed)
+        gradients = current.adapter.collect(optimizer, listed, Request(clipping.max_norm, are_scaled=False))
         like = gradients.like
         if like is None:
             return None
-        one = LiveState(_ONE, live.backend_for(like))
-        return gradients.unscale(one, one.current(like)).norm
+        one = CurrentScale(_ONE, current.backend_for(like))
+        return gradients.unscale(one, one.materialize(like)).norm
 
     def _record(self, step: Step) -> None:
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
@@ -1047,11 +1051,11 @@ def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
     agreement, iteration = scaler._parts.agreement, scaler._iteration
     if groups:
         # A policy that ranks cannot compare raises now, and not in the first step.
-        agreement.identify(scaler._parts.live.policy)
+        agreement.identify(scaler._parts.current.policy)
     if agreement.failure is not None or not (agreement.is_unjoined or agreement.is_alone):
         # Some ranks may have divided their gradients already, so that all make new ones.
         scaler._iteration = Iteration(iteration.number, scaler._parts, iteration.steps_before, iteration.alone_before)
-        scaler._parts.live.begin_anew()
+        scaler._parts.current.mark_unused()
     # Ranks that have trained alone may have made other numbers of steps.
     scaler._iteration.steps_before, scaler._iteration.alone_before = iteration.steps_before - iteration.alone_before, 0
     if scaler._parts.guard is not None:

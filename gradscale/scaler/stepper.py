@@ -56,7 +56,7 @@ class Step:
 
     def __enter__(self) -> Step:
         iteration, optimizer = self.iteration, self.optimizer
-        stepping = iteration.live.hooks.stepping
+        stepping = iteration.current.adapter.stepping
         own = None if stepping is None else stepping(self)
         turn = self.turn = iteration.begin_step(optimizer, by_closure=self.closure is not None)
         if self._inputs is not None:
@@ -181,7 +181,7 @@ class Step:
         scales = f" down to the scale {verdict.scale!r}, so the cause is not the scale"
         msg = (
             f"evaluation {self._completed + 1} of the closure gives {verdict.nonfinite} non-finite gradients"
-            f"{'' if iteration.live.never_scales else scales}. The optimizer has begun its step: restore its "
+            f"{'' if iteration.current.never_scales else scales}. The optimizer has begun its step: restore its "
             f"parameters from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)

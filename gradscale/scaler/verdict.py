@@ -14,7 +14,7 @@ from gradscale.core.validation import SMALLEST_NORMAL, float32_from_bits
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import HELD, LENGTH, Claim, Flags, Presence, Reason, Verdict, verdict_from
-from gradscale.scaler.state import LiveState
+from gradscale.scaler.scale import CurrentScale
 
 
 class Pending:
@@ -46,7 +46,7 @@ class Pending:
 
     def __init__(
         self,
-        live: LiveState,
+        current: CurrentScale,
         agreement: Agreement,
         found: Found,
         state: ScaleState,
@@ -63,16 +63,16 @@ class Pending:
     ) -> None:
         self.found, self.state, self.groups, self.is_judged_late = found, state, groups, is_judged_late
         # Gradients of a state before a load say nothing of the one in force.
-        self.rank, self._updates = agreement.rank, live.updates if state is live.state else -1
+        self.rank, self._updates = agreement.rank, current.updates if state is current.state else -1
         count, scaled = found.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2 + has_values
         presence = (not_scaled or Presence.SOME) if found.has_gradients else Presence.NONE
         self._is_idle = presence is Presence.ZEROS and not groups
         # The state as numbers, if the host knows them; alone, of the scale.
         alone = None if found.scale is None else [found.scale]
-        numbers = live.backend.peek(state) if groups else alone
+        numbers = current.state_adapter.peek(state) if groups else alone
         if not isinstance(code, int):
-            (code,) = live.backend.peek((code,)) or (code,)
-        self._live, self._code, self._count = live, code, count
+            (code,) = current.state_adapter.peek((code,)) or (code,)
+        self._current, self._code, self._count = current, code, count
         # The reason that an overflow hides.
         self._hidden = code if isinstance(code, int) else 0
         if isinstance(count, int) and count:
@@ -81,7 +81,7 @@ class Pending:
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank(), fault)
         norm = 0.0 if found.norm is None else found.norm
         if not isinstance(norm, float):
-            (norm,) = live.backend.peek((norm,)) or (norm,)
+            (norm,) = current.state_adapter.peek((norm,)) or (norm,)
         self._norm, self._loss = norm, loss
         # Whether a read has to fetch them: each replay of a captured graph gives others.
         self._reads_norm, self._reads_loss = not isinstance(norm, float), is_array_api_obj(loss)
@@ -93,24 +93,26 @@ class Pending:
             and isinstance(norm, float)
             and not self._reads_loss
         ):
-            at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
+            at_min_scale = (count > 0 or len(groups) > 0) and current.at_min_scale(state) is True
             flags = Flags(count, at_min_scale + 2 * is_last_chance, presence, scaled, code)
             if not groups:
-                if live.backend.is_shared:
-                    live.require_possible(numbers[0])
+                if current.state_adapter.is_shared:
+                    current.require_possible(numbers[0])
                 self.known = verdict_from(flags, count, numbers[0])
                 self.known = self.known._replace(norm=self._reported_norm(), loss=self.loss)
                 return
             values = claims.of_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
-            self._ballot = agreement.send(groups, live.backend.integers(values, state.scale), number, claim)
+            self._ballot = agreement.send(groups, current.state_adapter.integers(values, state.scale), number, claim)
             self._ballot.values = values
         else:
-            xp = live.home
+            xp = current.xp
             if isinstance(count, int) and not self.is_judged_by_host:
-                self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
+                self._count = count = xp.reshape(current.state_adapter.integers([count], state.scale), ())
             flags = Flags(count, 2 * is_last_chance, presence, scaled, code)
             if groups:
-                sent = claims.of_arrays(live.backend, live.policy, state, claims.hash_of(claim), flags, norm)
+                sent = claims.of_arrays(
+                    current.state_adapter, current.policy, state, claims.hash_of(claim), flags, norm
+                )
                 self._ballot = agreement.send(groups, sent, number, claim)
             else:
                 self._flags, self._sent = self._packed_alone(flags)
@@ -132,7 +134,7 @@ class Pending:
         if shown is None:
             return found
         xp = array_namespace(shown)
-        is_bad = self._live.backend.read(xp.reshape(xp.astype(shown, xp.int32), (1,)))[0] > 0
+        is_bad = self._current.state_adapter.read(xp.reshape(xp.astype(shown, xp.int32), (1,)))[0] > 0
         if found.reason is Reason.NO_GRADIENTS or is_bad != (found.reason > 0):
             reason, by, by_loss = (Reason.OVERFLOW, None, False) if is_bad else self._otherwise()
             return found._replace(reason=reason, by=by, by_loss=by_loss, nonfinite=1 if is_bad else 0)
@@ -152,19 +154,19 @@ class Pending:
         return found._replace(reason=reason, by=by, by_loss=by_loss) if is_other else found
 
     def _read(self) -> Verdict:
-        live = self._live
+        current = self._current
         found = self._read_answer() if self.groups else self._read_alone()
-        if live.backend.is_shared:
-            live.require_possible(found.scale, self.state)
+        if current.state_adapter.is_shared:
+            current.require_possible(found.scale, self.state)
         if not self.is_captured:
             self.known = found
-            live.note_scale(found.scale, self._updates)
+            current.note_scale(found.scale, self._updates)
         return found
 
     def _read_answer(self) -> Verdict:
-        ballot, copy, live = self._ballot, self._copy, self._live
+        ballot, copy, current = self._ballot, self._copy, self._current
         if copy is None:
-            agreed, sent = ballot.read(live.backend)
+            agreed, sent = ballot.read(current.state_adapter)
         else:
             if not self.is_captured and not copy.is_done():
                 # A device would wait for the ranks for ever.
@@ -172,7 +174,7 @@ class Pending:
             values = copy()
             agreed, sent = values[:LENGTH], values[LENGTH:]
         self._settle(claims.verdict_of(agreed, sent).nonfinite, claims.state_bits(sent))
-        found = ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
+        found = ballot.verdict(agreed, sent, current.policy, is_late=self.is_late)
         self._hidden = claims.code_in(agreed) if found.reason else 0
         if self._reads_norm:
             self._norm = claims.norm_of(sent)
@@ -181,10 +183,10 @@ class Pending:
         return found._replace(norm=self._reported_norm(), loss=self.loss, saw=saw)
 
     def _read_alone(self) -> Verdict:
-        values = self._live.backend.read(self._sent) if self._copy is None else self._copy()
+        values = self._current.state_adapter.read(self._sent) if self._copy is None else self._copy()
         flags, bits, words = claims.unpack_alone(self._flags, values)
         # No other rank has contributed, so an impossible value is the array library's fault.
-        scale = self._live.checked(bits).scale
+        scale = self._current.checked(bits).scale
         if self._reads_loss:
             *words, bits_of_loss = words
             self._loss = float32_from_bits(bits_of_loss)
@@ -203,23 +205,23 @@ class Pending:
         return self._by_hidden(found)
 
     def _packed_alone(self, flags: Flags) -> tuple[Flags, Array]:
-        live, state = self._live, self.state
-        at_min_scale = live.policy.at_min_scale(state)
+        current, state = self._current, self.state
+        at_min_scale = current.policy.at_min_scale(state)
         flags = flags if at_min_scale is None else flags._replace(limits=at_min_scale)
         words = [self.found.deferred.words] if self.found.deferred is not None and self.is_judged_by_host else []
         if self._reads_norm:
-            bits = live.backend.bits(self._norm)
-            words.append(norm_bits(live.backend, self._norm) if bits is None else bits)
+            bits = current.state_adapter.bits(self._norm)
+            words.append(norm_bits(current.state_adapter, self._norm) if bits is None else bits)
         if self._reads_loss:
-            words.append(live.backend.bits(self._loss))
-        return flags, claims.pack_alone(live.backend, state, flags, words)
+            words.append(current.state_adapter.bits(self._loss))
+        return flags, claims.pack_alone(current.state_adapter, state, flags, words)
 
     def _settle(self, count: int, bits: Sequence[int]) -> None:
         """Keep what was read of a lazy library, which would compute all that it depends on once more in the update."""
-        live = self._live
+        current = self._current
         if hasattr(self.state.scale, "compute"):
-            self._count = live.home.asarray(count, dtype=live.home.int32)
-            live.settle(self.state, bits)
+            self._count = current.xp.asarray(count, dtype=current.xp.int32)
+            current.set_read_values(self.state, bits)
 
     @property
     def loss(self) -> float | None:
@@ -245,7 +247,7 @@ class Pending:
         if self.groups:
             agreed, sent = self._ballot.agreed(), self._ballot.sent
             self._sent = array_namespace(agreed).concat([agreed, sent])
-        self._copy = self._live.backend.start_read(self._sent)
+        self._copy = self._current.state_adapter.start_read(self._sent)
         self.is_captured = self._copy.is_replayed
 
     def has_arrived(self) -> bool:

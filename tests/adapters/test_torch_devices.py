@@ -470,7 +470,7 @@ def test_a_rank_without_gradients_sends_its_messages_from_the_device_of_its_para
         with pytest.warns(UserWarning, match="none of whose parameters has a gradient"):
             run.scaler.step(run.optimizer)
         assert run.scaler.last_step(run.optimizer).reason == "no gradients"
-        state = iteration_of(run.scaler).live.state
+        state = iteration_of(run.scaler).current.state
         assert state is not None
         assert state.scale.device.type == "cuda"
 

@@ -101,7 +101,7 @@ def test_the_map_of_an_iteration_names_what_is_there():
     text = PAGES[".github/CONTRIBUTING.md"]
     code = "".join(path.read_text() for path in Path(gradscale.__file__).parent.rglob("*.py"))
     there = {*re.findall(r"(?:def|class) (\w+)", code), *re.findall(r"^    (\w+): ", code, re.MULTILINE)}
-    called = re.findall(r"^ *(?:scaler|iteration|backend|live|guard|mistakes)\.(?!py\b)(\w+)", text, re.MULTILINE)
+    called = re.findall(r"^ *(?:scaler|iteration|backend|current|guard|mistakes)\.(?!py\b)(\w+)", text, re.MULTILINE)
     rows = re.findall(r"^\| .*\? \| (.*) \|$", text, re.MULTILINE)
     named = [part for row in rows for name in re.findall(r"`([\w.]+)`", row) for part in name.split(".")]
     assert min(len(called), len(named)) > 12

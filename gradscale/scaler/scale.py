@@ -1,4 +1,4 @@
-"""LiveState: the state in force, as 0-d arrays beside the first array that comes along, and the policy that adapts it.
+"""CurrentScale: the policy, and the state in force as 0-d arrays beside the first array that comes along.
 
 If the host has the numbers of the arrays, as those of NumPy, a DynamicScale adapts them by its rule for numbers.
 """
@@ -29,14 +29,14 @@ Saved: TypeAlias = list[Any] | ScaleState | Array
 _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
 
 
-class LiveState:
+class CurrentScale:
     """The state of a scaler, and the adapter and namespace of its library.
 
-    ``hooks`` is the adapter that was given, as torch does, or plain ``Backend()``; ``backend`` is the adapter of
+    ``adapter`` is the one that was given, as torch does, or plain ``Backend()``; ``state_adapter`` is that of
     the state's library. ``updates`` tells ``note_scale`` how old a verdict's scale is.
     """
 
-    backend: Backend
+    state_adapter: Backend
 
     def __init__(self, policy: Policy, backend: str | Backend | None = None) -> None:
         if backend is not None and not isinstance(backend, (str, Backend)):
@@ -56,7 +56,7 @@ class LiveState:
         # of an update since then, by any rule that was in force.
         self._seen = 0.0, 0
         self._least_factor = _smallest_factor(policy)
-        self.home: Namespace = None
+        self.xp: Namespace = None
         self.state: ScaleState | None = None
         self._use(backend)
         # What a checkpoint or the user has set before there was an array.
@@ -68,7 +68,7 @@ class LiveState:
 
     def _use(self, given: str | Backend | None) -> None:
         self._given = given
-        self.hooks = registry.array_backend(given) if isinstance(given, str) else given or Backend()
+        self.adapter = registry.array_backend(given) if isinstance(given, str) else given or Backend()
 
     @property
     def is_known(self) -> bool:
@@ -80,57 +80,59 @@ class LiveState:
         """The numbers that a state will be made of."""
         return {"scale": self.policy.init_scale, **self._restored}
 
-    def replace_first(self, name: str, value: float) -> None:
+    def set_initial(self, name: str, value: float) -> None:
         """Set one of the numbers that a state will be made of; one that is made keeps its own."""
         if self.state is None:
             self._restored[name] = value
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
-        return registry.backend_for(x) if self._given is None else self.hooks
+        return registry.backend_for(x) if self._given is None else self.adapter
 
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None if it has none."""
-        return None if self._given is None else self.hooks.example()
+        return None if self._given is None else self.adapter.example()
 
-    def current(self, like: Array | None = None) -> ScaleState:
+    def materialize(self, like: Array | None = None) -> ScaleState:
         """Return the state, made in the library and on the device of ``like`` if there is none yet."""
         if self.state is None:
-            state = self.hooks.first_state(self.policy, self._restored, like)
+            state = self.adapter.first_state(self.policy, self._restored, like)
             self._seen = self.first["scale"], self.updates
             self._restored = {}
-            self.home, self.backend = array_namespace(state.scale), self.backend_for(state.scale)
+            self.xp, self.state_adapter = array_namespace(state.scale), self.backend_for(state.scale)
             self.state = state
         return self.state
 
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
         """Return whether an overflow now must be raised: a bool if the host knows it; None if never."""
         found = self.policy.at_min_scale(state)
-        known = None if found is None or isinstance(found, bool) else self.backend.peek((found,))
+        known = None if found is None or isinstance(found, bool) else self.state_adapter.peek((found,))
         return found if known is None else known[0] > 0
 
     def saved(self) -> Saved:
         """Return the state for ``restore``. No host read."""
-        state = self.state or self.current()
+        state = self.state or self.materialize()
         if self.is_static:
             return state
-        return self.backend.peek(state) or (self.backend.fingerprint(state) if self.backend.is_shared else state)
+        return self.state_adapter.peek(state) or (
+            self.state_adapter.fingerprint(state) if self.state_adapter.is_shared else state
+        )
 
     def restore(self, saved: Saved) -> None:
         """Go back to a state that was saved before an update that was interrupted; one host read for a fingerprint."""
-        state = self.current()
+        state = self.materialize()
         if not isinstance(saved, (list, ScaleState)):
-            saved = [*self.checked(self.backend.read(saved))]
+            saved = [*self.checked(self.state_adapter.read(saved))]
         if isinstance(saved, list):
-            saved = self.backend.with_numbers(state, saved)
-        self.state = self.backend.put(state, saved)
+            saved = self.state_adapter.with_numbers(state, saved)
+        self.state = self.state_adapter.put(state, saved)
 
     def advance(self, counts: Sequence[Array | int], held: Sequence[Array], before: Saved) -> None:
         """Adapt the state to the counts of an iteration, unless all of ``held`` (0-d) are true. No host read.
 
         ``before`` is the state as ``saved`` has just returned it.
         """
-        state = self.state or self.current()
+        state = self.state or self.materialize()
         self.updates += 1
         self.is_fresh = False
         if self.is_static:
@@ -141,28 +143,28 @@ class LiveState:
             if isinstance(found, int) or isinstance(count, int):
                 found = found or count if isinstance(found, int) else count or found
             else:
-                found = self.home.maximum(found, count)
-        is_held = functools.reduce(self.home.logical_and, held) if held else None
-        if isinstance(found, int) and is_held is None and isinstance(before, list) and self.backend.takes_numbers:
+                found = self.xp.maximum(found, count)
+        is_held = functools.reduce(self.xp.logical_and, held) if held else None
+        if isinstance(found, int) and is_held is None and isinstance(before, list) and self.state_adapter.takes_numbers:
             new = next_numbers(self.policy, before, found)
             if new is not None:
                 changed: list[float | None] = [*new]
                 for index, old in enumerate(before):
                     if new[index] == old:
                         changed[index] = None
-                self.state = self.backend.with_numbers(state, changed)
+                self.state = self.state_adapter.with_numbers(state, changed)
                 return
-        self.state = self.backend.adapt(self.policy, state, found, is_held, self.floor(state))
+        self.state = self.state_adapter.adapt(self.policy, state, found, is_held, self.scale_lower_bound(state))
 
-    def take(self, state: ScaleState) -> None:
+    def set_state(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one."""
         self._note_replaced()
-        self.state = self.backend.put(self.current(), state)
+        self.state = self.state_adapter.put(self.materialize(), state)
 
-    def settle(self, state: ScaleState, values: Sequence[int]) -> None:
+    def set_read_values(self, state: ScaleState, values: Sequence[int]) -> None:
         """Replace a lazy state by the values just read, or its graph would hold all iterations before."""
         if self.state is state:
-            self.state = self.backend.with_numbers(state, self.checked(values))
+            self.state = self.state_adapter.with_numbers(state, self.checked(values))
 
     def require_possible(self, scale: float, state: ScaleState | None = None) -> None:
         """Raise BackendError for the scale of a verdict that no policy makes, to whose array others may write.
@@ -170,7 +172,7 @@ class LiveState:
         Of a ``state`` whose scale was taken for 1 no other is possible.
         """
         is_possible = scale == 1.0 if state is not None and self.is_one(state) else 0.0 < scale < math.inf
-        if self.backend.is_shared and not is_possible:
+        if self.state_adapter.is_shared and not is_possible:
             msg = (
                 f"gradients were divided by a scale that no policy makes, got scale={scale!r}: something else "
                 f"has written to the scaler's tensor _scale, or torch gives wrong values. Nothing is stepped; load a "
@@ -190,7 +192,7 @@ class LiveState:
         if updates >= self._replaced_at:
             self._seen = scale, updates
 
-    def floor(self, state: ScaleState | None) -> float:
+    def scale_lower_bound(self, state: ScaleState | None) -> float:
         """Return the smallest value that the scale of a state can have, as far as the host knows without a read."""
         scale, updates = self._seen
         return scale * self._least_factor ** (self.updates - updates) if state is self.state else 0.0
@@ -200,8 +202,8 @@ class LiveState:
         if not self.is_static:
             return False
         # Something else may have written to it.
-        known = [self.first["scale"]] if state is None else self.backend.peek(state[:1])
-        return (self.floor(state) if known is None else known[0]) == 1.0
+        known = [self.first["scale"]] if state is None else self.state_adapter.peek(state[:1])
+        return (self.scale_lower_bound(state) if known is None else known[0]) == 1.0
 
     @property
     def never_scales(self) -> bool:
@@ -217,7 +219,7 @@ class LiveState:
         """Return the state as numbers, by their names: one host read. BackendError for some that no policy makes."""
         if self.state is None:
             return self.first
-        backend, known = self.backend, self.backend.peek(self.state)
+        backend, known = self.state_adapter, self.state_adapter.peek(self.state)
         if known is None:
             return self.checked(backend.read(backend.fingerprint(self.state)))._asdict()
         return self._possible(Numbers(*known))._asdict()
@@ -226,21 +228,21 @@ class LiveState:
         """Return the scale as a number. One host read."""
         if self.state is None:
             return self.first["scale"]
-        known = self.backend.peek(self.state[:1])
+        known = self.state_adapter.peek(self.state[:1])
         return self.numbers()["scale"] if known is None else known[0]
 
-    def replace_scale(self, scale: float) -> None:
+    def set_scale(self, scale: float) -> None:
         """Set the scale and keep the trackers."""
         self._note_replaced(scale)
         self._replace({"scale": scale})
 
-    def replace_field(self, name: str, value: Array) -> None:
+    def set_field(self, name: str, value: Array) -> None:
         """Put an array of a framework's in the place of a field."""
         self.is_fresh = False
         self._note_replaced()
-        self.state = self.current(value)._replace(**{name: value})
+        self.state = self.materialize(value)._replace(**{name: value})
 
-    def replace_setting(self, name: str, value: Any) -> None:
+    def set_policy_setting(self, name: str, value: Any) -> None:
         """Set one of a DynamicScale's settings."""
         policy = self.policy
         if not isinstance(policy, DynamicScale):
@@ -253,7 +255,7 @@ class LiveState:
         self._largest = self._reachable(self.policy, self._largest)
         self._least_factor = min(self._least_factor, _smallest_factor(self.policy))
 
-    def begin_anew(self) -> None:
+    def mark_unused(self) -> None:
         """Take no gradients for scaled until something is."""
         self.is_fresh = self.is_unused = True
 
@@ -271,10 +273,10 @@ class LiveState:
             self._restored |= numbers
             return
         fields = [numbers.get(name) for name in ScaleState._fields]
-        self.state = self.backend.put(self.state, self.backend.with_numbers(self.state, fields))
+        self.state = self.state_adapter.put(self.state, self.state_adapter.with_numbers(self.state, fields))
 
     def _reachable(self, policy: Policy, reached: Sequence[float] = ()) -> _Trackers:
-        said = _ANY_TRACKERS if self.hooks.is_shared else getattr(policy, "largest_trackers", _ANY_TRACKERS)
+        said = _ANY_TRACKERS if self.adapter.is_shared else getattr(policy, "largest_trackers", _ANY_TRACKERS)
         return tuple(map(max, said, reached)) if reached else said
 
     def _possible(self, numbers: Numbers) -> Numbers:
@@ -288,7 +290,7 @@ class LiveState:
         found = ", ".join(f"{name}={tracker}" for name, tracker in zip(names, trackers, strict=True))
         most = ", ".join(f"{name} {most}" for name, most in zip(names, largest, strict=True))
         msg = (
-            f"the host has read a state from {self.home.__name__} that no policy makes, got scale={scale!r}, {found}; "
+            f"the host has read a state from {self.xp.__name__} that no policy makes, got scale={scale!r}, {found}; "
             f"the scale is finite and above 0, and no tracker negative or above {most}. A function of the library, "
             f"such as concat, gives wrong values for arrays this small, or something else has written to the state; "
             f"the scaler has not taken it over. gradscale.testing.check_backend may show which; try another version "
@@ -298,14 +300,14 @@ class LiveState:
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: numbers in place of arrays; the next array says where the state goes."""
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("backend", "hooks")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("state_adapter", "adapter")}
         restored = dict(self._restored) if self.state is None else self.numbers()
         return kept | {
             "_restored": restored,
             "_seen": (0.0, 0),
             "_given": copy.copy(self._given),
             "state": None,
-            "home": None,
+            "xp": None,
         }
 
     def __setstate__(self, kept: dict[str, object]) -> None:
