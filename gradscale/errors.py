@@ -155,7 +155,7 @@ class CollectiveTimeoutError(GradscaleError, TimeoutError):
 # The words of a message: users' objects, short, and safe whatever they raise.
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return the ``repr`` of an object on one line, cut to 1000 characters; a few words if it raises."""
     try:
         text = " ".join(line.strip() for line in repr(value).splitlines())
@@ -174,8 +174,8 @@ def one_line(text: str) -> str:
 
 def key_names(keys: Iterable[object]) -> str:
     """Return the keys of a mapping as text, sorted, the first of many."""
-    names = sorted(key if type(key) is str else shown(key) for key in keys)
-    return f"{shown(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
+    names = sorted(key if type(key) is str else short_repr(key) for key in keys)
+    return f"{short_repr(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
 
 
 def nearest(name: object, names: Iterable[str]) -> str:

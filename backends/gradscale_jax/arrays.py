@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic, summaries
 from gradscale.core.arithmetic import Kind, UnitState, check_real_dtype, kind_of, reciprocal, widened
-from gradscale.errors import InvalidTypeError, shown
+from gradscale.errors import InvalidTypeError, short_repr
 
 _Arrays: TypeAlias = Sequence[jax.Array]
 
@@ -78,7 +78,7 @@ class JaxBackend(Backend):
         value = lax.stop_gradient(x)
         if isinstance(value, jax.core.Tracer):
             msg = (
-                f"a loss that is judged needs a value, got {shown(x)}: call scale(outputs, loss=False) here, in a "
+                f"a loss that is judged needs a value, got {short_repr(x)}: call scale(outputs, loss=False) here, in a "
                 f"function that jax maps or compiles"
             )
             raise InvalidTypeError(msg)

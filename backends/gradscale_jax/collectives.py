@@ -15,7 +15,7 @@ from gradscale import ScaleState, registry
 from gradscale.core import validation
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.protocols import Policy
-from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError, shown
+from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError, short_repr
 from gradscale.scaler import claim as claims
 from gradscale.scaler.overflow import ParameterReport, find_cause
 from gradscale.scaler.stall import SkipStreak, raise_or_warn
@@ -199,7 +199,7 @@ def _bound(axis_name: Hashable | Sequence[Hashable]) -> tuple[Hashable, ...]:
     """Return the names of mapped axes; CallOrderError if one is not bound here, InvalidTypeError for no names."""
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
-        msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {shown(axis_name)}"
+        msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {short_repr(axis_name)}"
         raise InvalidTypeError(msg)
     try:
         lax.axis_size(names)
@@ -255,22 +255,22 @@ def agree(
     validation.policy(policy)
     state = trees.as_state(state)
     if getattr(nonfinite, "dtype", None) != jnp.int32 or np.shape(nonfinite) != ():
-        msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {shown(nonfinite)}"
+        msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {short_repr(nonfinite)}"
         raise InvalidTypeError(msg)
-    words = claims.hash_of(claims.Claim(claims.Call.COMPILED, settings=claims.identify(policy)))
+    words = claims.hash_of(claims.Claim(claims.Purpose.COMPILED, settings=claims.settings_hash(policy)))
     axes = None if axis_name is None else _bound(axis_name)
     code: jax.Array | int = 0
     if spike is not None:
         if not isinstance(spike, (bool, np.bool_, np.ndarray, jax.Array)) or np.shape(spike) != ():
             msg = (
                 f"spike must be a 0-d bool, such as gradscale.SkipSpikes().judge(window, loss) returns, got "
-                f"{shown(spike)}: of several values give jnp.any(spike)"
+                f"{short_repr(spike)}: of several values give jnp.any(spike)"
             )
             raise InvalidTypeError(msg)
         code = jnp.where(spike, claims.reason_code(claims.Reason.SPIKE, 0) - (lax.axis_index(axes) if axes else 0), 0)
     backend = registry.backend_for(state.scale)
     flags = claims.Flags(nonfinite, code=code)
-    message = claims.of_arrays(backend, policy, state, words, flags, 0.0 if norm is None else norm)
+    message = claims.pack_arrays(backend, policy, state, words, flags, 0.0 if norm is None else norm)
     if axes:
         message = lax.pmax(message, axes)
     found, (lowest, highest) = claims.flags_in(message), claims.bounds_in(message)

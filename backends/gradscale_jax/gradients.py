@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from gradscale import ScaleState, SkipSpikes
 from gradscale.core.arithmetic import Kind, UnitState, kind_of
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict
 from gradscale_jax.judge import GuardedState, Judge
@@ -229,7 +229,8 @@ def _require_trainable(index: int, arg: object, trained: object, *, allow_int: b
         if not _is_differentiable(leaf, allow_int=allow_int):
             msg = (
                 f"fun is differentiated by argument {index}, whose leaves must be floating or complex arrays, got "
-                f"{getattr(leaf, 'dtype', None) or shown(leaf)} at {jax.tree_util.keystr(path) or 'its root'}: say "
+                f"{getattr(leaf, 'dtype', None) or short_repr(leaf)} at {jax.tree_util.keystr(path) or 'its root'}: "
+                f"say "
                 f"filter=eqx.is_inexact_array for equinox (and compile with eqx.filter_jit), or give params of "
                 f"params, static = eqx.partition(model, eqx.is_inexact_array) and call eqx.combine(params, static) in "
                 f"fun; with flax nnx {_OF_NNX}; for integers say allow_int=True"
@@ -262,12 +263,12 @@ def _is_differentiable(leaf: object, *, allow_int: bool) -> bool:
 
 def _require_loss(value: Any, has_aux: bool) -> jax.Array:
     if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
-        msg = f"with has_aux=True fun must return a pair (loss, aux), got {shown(value)}"
+        msg = f"with has_aux=True fun must return a pair (loss, aux), got {short_repr(value)}"
         raise InvalidTypeError(msg)
     loss = value[0] if has_aux else value
     if not isinstance(loss, (jax.Array, float, np.floating)):
         hint = ": say has_aux=True" if isinstance(loss, tuple) else ""
-        msg = f"fun must return a scalar loss, got {shown(loss)}{hint}"
+        msg = f"fun must return a scalar loss, got {short_repr(loss)}{hint}"
         raise InvalidTypeError(msg)
     loss = jnp.asarray(loss)
     if loss.shape != ():

@@ -13,7 +13,7 @@ from gradscale import ScaleState, SkipSpikes
 from gradscale.core import validation
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 from gradscale.policies.spikes import SpikeState, empty_windows
 from gradscale.scaler.guard import checked_loss, guard_for
 from gradscale_jax import trees
@@ -65,7 +65,10 @@ class Judge:
         self.policy, self.axis_name, self.skip = validation.policy(policy), axis_name, skip
         guard_for(skip)
         if skip is not None and not skip.act:
-            msg = f"a compiled step skips by its rule, got {shown(skip)}: count verdict.spike of one without act=False"
+            msg = (
+                f"a compiled step skips by its rule, got {short_repr(skip)}: count verdict.spike of one without "
+                f"act=False"
+            )
             raise InvalidValueError(msg)
         most = validation.LARGEST_INT32
         self._limits = [most if x is None else validation.integer(name, x, 1, most) for name, x in limits.items()]

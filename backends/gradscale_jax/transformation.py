@@ -15,7 +15,7 @@ from gradscale import ScaleState, SkipSpikes, StaticScale
 from gradscale.core import validation
 from gradscale.core.arithmetic import UnitState, check_real_dtype, checked_norm
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 from gradscale.policies.spikes import SpikeState
 from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict
@@ -185,7 +185,9 @@ def scaled(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: object
     ) -> tuple[optax.Updates, ScaledOptimizerState]:
         if not isinstance(state, ScaledOptimizerState):
-            msg = f"the state must be the one that init(params) of this transformation returned, got {shown(state)}"
+            msg = (
+                f"the state must be the one that init(params) of this transformation returned, got {short_repr(state)}"
+            )
             raise InvalidTypeError(msg)
         _require_no_masks(updates)
         # A checkpoint may have come back as NumPy arrays.
@@ -346,7 +348,7 @@ def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs
         # Its own gradient_transformation() would drop them.
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     if not isinstance(tx, optax.GradientTransformation):
-        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {shown(tx)}"
+        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {short_repr(tx)}"
         raise InvalidTypeError(msg)
     return optax.with_extra_args_support(tx)
 

@@ -21,10 +21,10 @@ from gradscale.core import validation
 from gradscale.core.arithmetic import NormOver
 from gradscale.core.gradients import Request
 from gradscale.core.protocols import Collectives, Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown, warn_caller
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr, warn_caller
 from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.iteration import Stage
-from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, Watching, takes
+from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, ReplacementOptions, with_options
 from gradscale.scaler.scale import CurrentScale
 from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, step_of
 from gradscale.scaler.stepper import Step
@@ -58,7 +58,7 @@ def _not_called(name: str, ours: Callable[..., object] | None = None) -> propert
         return getattr(super(GradScaler, scaler), name) if ours is None else functools.partial(ours, scaler)
 
     def forbid(_: GradScaler, value: object) -> None:
-        raise InvalidValueError(_must_stay(name, f"got {shown(value)}"))
+        raise InvalidValueError(_must_stay(name, f"got {short_repr(value)}"))
 
     return property(get, forbid)
 
@@ -79,7 +79,10 @@ def _field(name: str) -> property:
 
     def replace(scaler: GradScaler, value: Tensor) -> None:
         if not isinstance(value, Tensor):
-            msg = f"_{name} must be a tensor, got {shown(value)}: to begin anew, load a state dict or make a new scaler"
+            msg = (
+                f"_{name} must be a tensor, got {short_repr(value)}: to begin anew, load a state dict or make a new "
+                f"scaler"
+            )
             raise InvalidTypeError(msg)
         iteration, current = iteration_of(scaler), _current(scaler)
         field: Tensor = getattr(current.materialize(value), name)
@@ -161,7 +164,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     # As torch's ShardedGradScaler: the default group is joined, a loss keeps its dtype, torch's function takes float16.
     _is_sharded = False
 
-    @takes(Watching)
+    @with_options(ReplacementOptions)
     def __init__(
         self,
         device: Device = "cuda",
@@ -174,7 +177,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         group: object = None,
         allow_fp16_grads: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
-        **options: Unpack[Watching],
+        **options: Unpack[ReplacementOptions],
     ) -> None:
         _require_no_overrides(type(self))
         is_enabled = _available(device, enabled)
@@ -225,7 +228,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         self, optimizer: Optimizer, *, max_norm: float | None, norm_over: NormOver | None = None
     ) -> Tensor | None: ...
     @hosts.untraced
-    @takes()
+    @with_options()
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
     ) -> Tensor | None:
@@ -357,8 +360,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain Python values; empty when disabled. One host read."""
         saved = super().state_dict()
-        for turn in iteration_of(self).turns:
-            if turn.is_over and turn.pending is not None and turn.pending.groups:
+        for progress in iteration_of(self).progresses:
+            if progress.is_over and progress.pending is not None and progress.pending.groups:
                 # Torch's keys do not say that the weights are newer than the scale, which ranks have to compare.
                 return saved
         return hosts.as_torchs_state_dict(saved, _current(self).policy)
@@ -437,23 +440,23 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def _judge(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
         iteration = iteration_of(self)
-        turn = iteration.turn_of(optimizer)
-        if turn.is_incomplete:
+        progress = iteration.progress_of(optimizer)
+        if progress.is_incomplete:
             # It raises: a part of them may be divided.
-            iteration.verdict(turn)
-        stage = turn.stage
+            iteration.verdict(progress)
+        stage = progress.stage
         request = Request(divides=False, are_scaled=stage is Stage.READY)
-        iteration.unscale(turn, optimizer, request, is_look=not iteration.is_inside_closure)
+        iteration.unscale(progress, optimizer, request, is_framework_check=not iteration.is_inside_closure)
         # It counts in place of one that the optimizer was stepped by, as in torch.
-        turn.stage, turn.verdict = stage, None
-        return hosts.found_by_device(iteration, turn)
+        progress.stage, progress.verdict = stage, None
+        return hosts.found_by_device(iteration, progress)
 
     _check_inf_per_device = _not_called("_check_inf_per_device", _judge)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
         iteration = iteration_of(self)
-        return hosts.found_by_device(iteration, iteration.turn_of(optimizer))
+        return hosts.found_by_device(iteration, iteration.progress_of(optimizer))
 
     def _default_groups(self) -> Sequence[Collectives]:
         # Each rank has a loss of its own, also where all hold the same gradients.
@@ -506,7 +509,7 @@ class StepGuard(GradScaler, gradscale.StepGuard):
 
     _is_sharded = True
 
-    @takes(GuardOptions)
+    @with_options(GuardOptions)
     def __init__(
         self, *, group: object = None, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[GuardOptions]
     ) -> None:
@@ -564,13 +567,13 @@ def _available(device: Device, enabled: object) -> bool:
     if device is None or (type(device) is int and device < 128):
         return is_wanted
     if isinstance(device, float) or type(device) is int:
-        msg = f"device comes first, and then the scale, got {shown(device)}: write init_scale={shown(device)}"
+        msg = f"device comes first, and then the scale, got {short_repr(device)}: write init_scale={short_repr(device)}"
         raise InvalidTypeError(msg)
     try:
         kind = torch.device(device).type
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        msg = f'device must be a device or its type, such as "cuda" or "cpu", got {shown(device)}: {reason}'
+        msg = f'device must be a device or its type, such as "cuda" or "cpu", got {short_repr(device)}: {reason}'
         raise InvalidValueError(msg) from error
     if is_wanted and kind == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
         warn_caller("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning)

@@ -16,7 +16,7 @@ from gradscale.core.gradients import Collected, Listed, Request, named_gradients
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32
-from gradscale.errors import InvalidTypeError, InvalidValueError, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 from gradscale_torch import devices, gradients
 from gradscale_torch.devices import CPU, Flags, TensorRead, combined, forbid_capture, is_capturing, moved
 from gradscale_torch.groups import TorchCollectives
@@ -214,7 +214,7 @@ class ScalerBackend(TorchBackend):
         if not scale.is_cpu and is_capturing(scale.device):
             self.is_replayed = True
         if held is not None or type(policy) is not DynamicScale or not is_torchs(policy, "min_scale"):
-            return self.put(state, super().adapt(policy, state, nonfinite, held))
+            return self.write_into(state, super().adapt(policy, state, nonfinite, held))
         fits = not self.is_replayed and self._fitting[0] is policy and self._fitting[1] is tracker
         if not fits or (scale.is_cpu and tracker.item() >= policy.growth_interval):
             # The kernel grows at the interval alone, which a setting or a load may have left behind.
@@ -234,7 +234,7 @@ class ScalerBackend(TorchBackend):
             scale.clamp_(min=policy.min_scale)
         return ScaleState(*state)
 
-    def put(self, old: _State, new: _State) -> _State:
+    def write_into(self, old: _State, new: _State) -> _State:
         """Write a named tuple of tensors into those of another, if others look at them, and return these in a new one.
 
         Values that are kept for the old tuple are out of date.
@@ -314,7 +314,7 @@ def _scaled(leaf: object, multiply: _Multiply) -> object:
         return multiply((leaf,))[0]
     if isinstance(leaf, Iterable) and not isinstance(leaf, (str, bytes)):
         return (_mapped(value, multiply) for value in leaf)
-    msg = f"outputs must be a Tensor or an iterable of Tensors, got {shown(leaf)} of type {type(leaf).__name__}"
+    msg = f"outputs must be a Tensor or an iterable of Tensors, got {short_repr(leaf)} of type {type(leaf).__name__}"
     raise InvalidValueError(msg)
 
 

@@ -16,10 +16,10 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import aliasing, gradients
 from gradscale.core.arithmetic import clip_numbers
-from gradscale.core.gradients import Found, Listed, Request, ScaleView
+from gradscale.core.gradients import Findings, Listed, Request, ScaleView
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import bits_of_float32, float32_from_bits
-from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, short_repr
 from gradscale_torch.devices import CPU, Flags, combined, is_capturing, is_on_cpu, moved
 from gradscale_torch.groups import TorchCollectives
 
@@ -142,7 +142,7 @@ class TensorGradients:
         meshes = self._parameters.meshes
         return groups_over(meshes, self._settings.timeout) if meshes else ()
 
-    def unscale(self, current: ScaleView, state: ScaleState) -> Found:
+    def unscale(self, current: ScaleView, state: ScaleState) -> Findings:
         """Divide them by the scale of a state, clip and judge them; or judge them alone."""
         request, tensors, scale = self._request, self._tensors, state.scale
         if request.max_norm is not None:
@@ -161,7 +161,7 @@ class TensorGradients:
                     deferred = DeferredClip(self._norm(scale.device)[0], tensors, request, self._parameters)
                     # The devices, whose flags are the verdict's.
                     devices = {device: constant(0.0, device) for device, _ in tensors}
-                    return Found(0, None, len(tensors) > 0, request.are_scaled, devices, deferred=deferred)
+                    return Findings(0, None, len(tensors) > 0, request.are_scaled, devices, deferred=deferred)
                 if is_plain and number is not None and all(device == CPU for device, _ in tensors):
                     return self._unscale_on_cpu(number)
                 divisor, norm = self._clipped(scale, request.max_norm, flags)
@@ -188,9 +188,9 @@ class TensorGradients:
         # A fused optimizer must not divide again what is unscaled.
         found = combined(flags, scale.device) if count is None else count
         is_scaled = request.are_scaled and not request.divides
-        return Found(found, norm, len(tensors) > 0, is_scaled, flags, number, None if divisor is scale else divisor)
+        return Findings(found, norm, len(tensors) > 0, is_scaled, flags, number, None if divisor is scale else divisor)
 
-    def _unscale_on_cpu(self, scale: float) -> Found:
+    def _unscale_on_cpu(self, scale: float) -> Findings:
         """Judge them by numbers, and unscale and clip them, at once or if the step is made."""
         tensors, request = self._tensors, self._request
         clip = DeferredClip(None, tensors, request, self._parameters)
@@ -206,7 +206,7 @@ class TensorGradients:
             flag_nonfinite(tensors, flags)
         count, returned = count_nonfinite(flags, tensors), norm if request.is_read else torch.tensor(norm)
         is_scaled, deferred = is_later and request.are_scaled, clip if is_later else None
-        return Found(count, returned, len(tensors) > 0, is_scaled, flags, scale, deferred=deferred)
+        return Findings(count, returned, len(tensors) > 0, is_scaled, flags, scale, deferred=deferred)
 
     def _clipped(self, scale: Tensor, max_norm: float, flags: Flags) -> tuple[Tensor, Tensor]:
         """Return by what to divide to unscale and clip at once, and the unscaled norm, 0-d float32; set the flag.
@@ -292,7 +292,7 @@ def _parameters_of(optimizer: Optimizer, kept: Listed) -> Parameters:
     for parameter in listed.unique:
         if not isinstance(parameter, Tensor):
             msg = (
-                f"expected param to be torch.Tensor, got {type(parameter).__name__}: {shown(parameter)} in the "
+                f"expected param to be torch.Tensor, got {type(parameter).__name__}: {short_repr(parameter)} in the "
                 f"param_groups of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
             )
             raise InvalidTypeError(msg)
@@ -303,7 +303,7 @@ def _parameters_of(optimizer: Optimizer, kept: Listed) -> Parameters:
             if aliasing.overlaps_itself(local.shape, local.stride()):
                 raise overlap(index, local)
     parameters = Parameters(listed, meshes_of(listed.unique))
-    kept.put(optimizer, parameters)
+    kept.set(optimizer, parameters)
     return parameters
 
 

@@ -13,12 +13,12 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 import gradscale
-from gradscale.core.gradients import Found
+from gradscale.core.gradients import Findings
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidValueError, shown
-from gradscale.scaler.iteration import Iteration, Stage, Turn
+from gradscale.errors import InvalidValueError, short_repr
+from gradscale.scaler.iteration import Iteration, Progress, Stage
 from gradscale.scaler.scaler import iteration_of
-from gradscale.scaler.verdict import Pending
+from gradscale.scaler.verdict import PendingVerdict
 from gradscale_torch.backend import is_torchs
 from gradscale_torch.devices import Flags, combined, moved
 from gradscale_torch.stepping import flag_of
@@ -86,7 +86,7 @@ def state_dict_of_pickle(kept: dict[str, object]) -> dict[str, object]:
     return {"scale": kept["_init_scale"], **factors, "_growth_tracker": kept["_init_growth_tracker"]}
 
 
-class Shown:
+class FrameworkFlags:
     """A verdict by device, which frameworks look at and may write to: what they write takes the verdict's place."""
 
     def __init__(self, flags: Flags, target: torch.device) -> None:
@@ -99,35 +99,37 @@ class Shown:
         return (combined(flags, self._target) != 0).to(torch.float32) if flags else None
 
 
-def found_by_device(iteration: Iteration, turn: Turn) -> Mapping[torch.device, torch.Tensor]:
+def found_by_device(iteration: Iteration, progress: Progress) -> Mapping[torch.device, torch.Tensor]:
     """Return the agreed verdict for each device of an optimizer's gradients, or for the scale's without any."""
-    shown = shown_of(iteration, turn)
+    shown = framework_flags_of(iteration, progress)
     return _NO_FLAGS if shown is None else shown.flags
 
 
-def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
+def framework_flags_of(iteration: Iteration, progress: Progress) -> FrameworkFlags | None:
     """Return the verdict on an optimizer as one that a framework may replace; None before there is a state."""
-    pending, current = turn.pending, iteration.current
+    pending, current = progress.pending, iteration.current
     if pending is None:
         if current.state is None:
             return None
         (scale,) = current.state_adapter.peek(current.state[:1]) or (None,)
-        found = Found(0, has_gradients=False, flags={}, scale=scale)
-        pending = turn.pending = Pending(current, iteration.agreement, found, current.state, (), None, iteration.number)
+        found = Findings(0, has_gradients=False, flags={}, scale=scale)
+        pending = progress.pending = PendingVerdict(
+            current, iteration.agreement, found, current.state, (), None, iteration.number
+        )
         pending.is_placeholder = True
-    if not isinstance(pending.override, Shown):
+    if not isinstance(pending.override, FrameworkFlags):
         target, flags = pending.state.scale.device, dict(pending.found.flags or {})
         if (
             pending.is_judged_late
             or pending.is_judged_by_host
             or (pending.groups and target.type == "cpu" and not pending.is_late)
         ):
-            iteration.verdict(turn)
-        if pending.groups or pending.is_judged_by_host or not isinstance(turn.code, int) or turn.code:
+            iteration.verdict(progress)
+        if pending.groups or pending.is_judged_by_host or not isinstance(progress.code, int) or progress.code:
             flag = flag_of(pending, target)
             flags = {device: moved(flag, device).clone() for device in flags or [target]}
-        pending.override = Shown(flags, target)
-    assert isinstance(pending.override, Shown)
+        pending.override = FrameworkFlags(flags, target)
+    assert isinstance(pending.override, FrameworkFlags)
     return pending.override
 
 
@@ -137,8 +139,8 @@ class OptimizerState(MutableMapping[str, object]):
     Optimizers that judge by themselves (apex, NeMo) set the latter, or write into it: that is then the verdict.
     """
 
-    def __init__(self, iteration: Iteration, turn: Turn) -> None:
-        self._iteration, self._turn = iteration, turn
+    def __init__(self, iteration: Iteration, progress: Progress) -> None:
+        self._iteration, self._turn = iteration, progress
 
     def __getitem__(self, name: str) -> object:
         if name == "stage":
@@ -154,11 +156,11 @@ class OptimizerState(MutableMapping[str, object]):
             for flag in value.values():
                 # Beside one of them, if there is no state yet.
                 self._iteration.current.materialize(flag)
-            override = shown_of(self._iteration, self._turn)
+            override = framework_flags_of(self._iteration, self._turn)
             if override is not None:
                 override.flags = value
         else:
-            msg = f"stage (an OptState) and found_inf_per_device (a dict) can be set, got {name!r}: {shown(value)}"
+            msg = f"stage (an OptState) and found_inf_per_device (a dict) can be set, got {name!r}: {short_repr(value)}"
             raise InvalidValueError(msg)
 
     def __delitem__(self, name: str) -> None:
@@ -187,7 +189,7 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
 
     def __getitem__(self, key: int) -> OptimizerState:
         iteration = iteration_of(self.scaler)
-        return OptimizerState(iteration, iteration.turn_at(key))
+        return OptimizerState(iteration, iteration.progress_at(key))
 
     def __setitem__(self, key: int, state: Mapping[str, object]) -> None:
         written = dict(state)

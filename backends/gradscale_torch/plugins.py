@@ -74,19 +74,23 @@ class MixedPrecision(TrainersMixedPrecision):
         stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         has_gradients = any(parameter.grad is not None for parameter in self.main_params(stepped))
         scaler = self.scaler if clip_val > 0 and has_gradients else None
-        if scaler is None or not scaler.is_enabled() or iteration_of(scaler).turn_of(stepped).stage is not Stage.READY:
+        if (
+            scaler is None
+            or not scaler.is_enabled()
+            or iteration_of(scaler).progress_of(stepped).stage is not Stage.READY
+        ):
             super().clip_gradients(optimizer, clip_val, *args, **kwargs)
             return
         iteration = iteration_of(scaler)
-        turn = iteration.turn_of(stepped)
+        progress = iteration.progress_of(stepped)
         scaler.unscale_(stepped)
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
-        verdict = iteration.verdict(turn)
+        verdict = iteration.verdict(progress)
         # More may be added to them, and update() forgets what is unscaled. An overflow may be clipped to a number.
         for parameter in {*self.main_params(stepped)}:
             if parameter.grad is not None:
                 parameter.grad.mul_(math.nan if verdict.nonfinite else verdict.scale)
-        turn.stage, turn.pending, turn.verdict = Stage.READY, None, None
+        progress.stage, progress.pending, progress.verdict = Stage.READY, None, None
 
     def connect(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
@@ -96,7 +100,7 @@ class MixedPrecision(TrainersMixedPrecision):
             if self.scaler is not None and _counts_steps(config):
                 own = getattr(config.scheduler, "optimizer", None)
                 optimizer = next((one for one in optimizers if one is own), optimizers[0])
-                config.scheduler = HeldSchedule(self.scaler, optimizer, config.scheduler)
+                config.scheduler = GatedSchedule(self.scaler, optimizer, config.scheduler)
         return super().connect(model, optimizers, lr_schedulers)
 
 
@@ -147,7 +151,7 @@ class FabricMixedPrecision(FabricsMixedPrecision):
             self.scaler.step_schedule(stepped, schedule, *args, **kwargs)
 
 
-class HeldSchedule:
+class GatedSchedule:
     """A schedule, to ``isinstance`` as well, whose ``step`` waits for a step of the optimizer by the scaler."""
 
     __slots__ = ("_last", "_optimizer", "_scaler", "_schedule")
@@ -174,7 +178,7 @@ class HeldSchedule:
         return report
 
     def __reduce__(self) -> tuple[object, ...]:
-        return HeldSchedule, (self._scaler, self._optimizer, self._schedule)
+        return GatedSchedule, (self._scaler, self._optimizer, self._schedule)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -182,7 +186,7 @@ class HeldSchedule:
         return type(self._schedule)
 
     def __getattr__(self, name: str) -> Any:
-        if name in HeldSchedule.__slots__:
+        if name in GatedSchedule.__slots__:
             # It is not made yet.
             raise AttributeError(name)
         return getattr(self._schedule, name)
@@ -203,4 +207,4 @@ def _scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradS
 
 def _counts_steps(config: Any) -> bool:
     """Tell whether Lightning steps a schedule after each batch, and it does not hold already."""
-    return config.interval == "step" and type(config.scheduler) is not HeldSchedule
+    return config.interval == "step" and type(config.scheduler) is not GatedSchedule

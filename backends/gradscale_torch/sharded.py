@@ -12,8 +12,8 @@ from typing import Any, Unpack
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 from gradscale.core.protocols import Collectives
-from gradscale.errors import InvalidValueError, shown
-from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
+from gradscale.errors import InvalidValueError, short_repr
+from gradscale.scaler.options import DEFAULT_TIMEOUT, ReplacementOptions, with_options
 from gradscale_torch.amp import Device, GradScaler
 from gradscale_torch.groups import TorchCollectives
 
@@ -57,7 +57,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     process_group: Any = None
     _is_sharded = True
 
-    @takes(Watching)
+    @with_options(ReplacementOptions)
     def __init__(
         self,
         device: Device = "cuda",
@@ -71,10 +71,10 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
         group: object = None,
         allow_fp16_grads: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
-        **options: Unpack[Watching],
+        **options: Unpack[ReplacementOptions],
     ) -> None:
         if process_group is not None and group is not None:
-            msg = f"give process_group or group=, not both, got {shown(process_group)} and {shown(group)}"
+            msg = f"give process_group or group=, not both, got {short_repr(process_group)} and {short_repr(group)}"
             raise InvalidValueError(msg)
         self.process_group = process_group
         factors = init_scale, growth_factor, backoff_factor, growth_interval

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from gradscale.core.snapshot import HOLDABLE
-from gradscale.errors import InvalidTypeError, shown
+from gradscale.errors import InvalidTypeError, short_repr
 from gradscale_torch.devices import moved
 from gradscale_torch.gradients import local_tensor
 
@@ -38,17 +38,17 @@ class TensorSnapshot:
             if isinstance(each, torch.nn.Module):
                 modules += [module for module in each.modules() if module._buffers]
             elif not isinstance(each, Tensor):
-                msg = f"{HOLDABLE}, got {shown(each)}"
+                msg = f"{HOLDABLE}, got {short_repr(each)}"
                 raise InvalidTypeError(msg)
         self._tensors = [each for each in wanted if isinstance(each, Tensor)]
         self._modules = list(dict.fromkeys(modules))
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
-            msg = f"{HOLDABLE}, got {shown(wanted)} with a ScriptModule, which says nothing of what it loads"
+            msg = f"{HOLDABLE}, got {short_repr(wanted)} with a ScriptModule, which says nothing of what it loads"
             raise InvalidTypeError(msg)
         for tensor in self._current().values():
             is_there = tensor.layout == torch.strided and not (tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
             if not is_there or tensor.is_inference() or (0 in tensor.stride() and not tensor.is_contiguous()):
-                msg = f"{HOLDABLE}, got a tensor that has no values to write, or shares them: {shown(tensor)}"
+                msg = f"{HOLDABLE}, got a tensor that has no values to write, or shares them: {short_repr(tensor)}"
                 raise InvalidTypeError(msg)
         self._pairs: dict[_Slot, tuple[Tensor, Tensor]] = {}
         self._groups: list[_Group] = []

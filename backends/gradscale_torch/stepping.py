@@ -13,7 +13,7 @@ from gradscale.errors import InvalidValueError, warn_caller
 from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.stepper import Step, within_the_step
-from gradscale.scaler.verdict import Pending
+from gradscale.scaler.verdict import PendingVerdict
 from gradscale_torch import devices
 from gradscale_torch.devices import CPU, NO_READS, forbid_capture, is_capturing, moved
 
@@ -43,7 +43,7 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
                 f"attributes grad_scale and found_inf, which scalers set, instead",
                 FutureWarning,
             )
-            if step.iteration.turn_of(optimizer).refused and not step.iteration.groups_for(optimizer):
+            if step.iteration.progress_of(optimizer).refused and not step.iteration.groups_for(optimizer):
                 # It may judge by itself, and must not be called.
                 return None
             return _grad_scaler_step(step)
@@ -59,7 +59,7 @@ def _is_around_another(optimizer: Any) -> bool:
     return owner is not optimizer or getattr(getattr(optimizer, "optimizer", None), "_step_supports_amp_scaling", False)
 
 
-def flag_of(pending: Pending, target: torch.device) -> Tensor:
+def flag_of(pending: PendingVerdict, target: torch.device) -> Tensor:
     """Return whether to skip the step, 0-d float32, exactly 0 or 1; no host read if it is on a device."""
     skips: Tensor | bool = pending.skips()
     if isinstance(skips, bool):
@@ -71,13 +71,13 @@ def flag_of(pending: Pending, target: torch.device) -> Tensor:
 def _fused_step(step: Step) -> Iterator[None]:
     """Step an optimizer that skips in its kernel by ``found_inf``. No host read if the verdict may come later."""
     optimizer: Any = step.optimizer
-    iteration, turn = step.iteration, step.turn
-    if turn.stage is Stage.READY:
-        iteration.unscale(turn, optimizer, divides=False)
-    if turn.pending is None:
+    iteration, progress = step.iteration, step.progress
+    if progress.stage is Stage.READY:
+        iteration.unscale(progress, optimizer, divides=False)
+    if progress.pending is None:
         # They could not be unscaled before.
-        iteration.verdict(turn)
-    pending = turn.pending
+        iteration.verdict(progress)
+    pending = progress.pending
     assert pending is not None
     found, state = pending.found, pending.state
     target = state.scale.device
@@ -89,11 +89,11 @@ def _fused_step(step: Step) -> Iterator[None]:
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
         may_be_late = not iteration.reports.wants_each_step and (not is_damped or is_capturing(target))
         pending.is_late = may_be_late and iteration.current.at_min_scale(state) is None
-    is_empty = not pending.groups and not found.has_gradients and not turn.refused
+    is_empty = not pending.groups and not found.has_gradients and not progress.refused
     if not pending.is_late or is_empty:
         if not is_known:
             forbid_capture(target, NO_READS)
-        step.verdict = iteration.verdict_for_step(turn, optimizer)
+        step.verdict = iteration.verdict_for_step(progress, optimizer)
     flag, scale = flag_of(pending, target), getattr(optimizer, "grad_scale", None)
     target = _device_of_flags(optimizer, target)
     if found.is_scaled:
@@ -105,7 +105,7 @@ def _fused_step(step: Step) -> Iterator[None]:
             yield
         except BaseException:
             # The kernel may have overwritten some gradients by unscaled ones.
-            turn.pending = None if found.is_scaled else pending
+            progress.pending = None if found.is_scaled else pending
             raise
     for parameter in fresh:
         # torch's fused SGD leaves momentum uninitialized if its first step is skipped, and takes it for filled later.
@@ -130,14 +130,14 @@ def _device_of_flags(optimizer: Any, target: torch.device) -> torch.device:
 @contextlib.contextmanager
 def _grad_scaler_step(step: Step) -> Iterator[None]:
     """Pass the scaler on to an optimizer that judges and unscales by asking it."""
-    iteration, turn = step.iteration, step.turn
+    iteration, progress = step.iteration, step.progress
     step.kwargs = {**step.kwargs, "grad_scaler": step.owner}
     with within_the_step(iteration):
         yield
-    if turn.refused:
-        iteration.forbid_untold_refusal(turn, step.optimizer)
-    if turn.pending is not None and turn.pending.is_begun:
-        step.verdict = iteration.verdict(turn)
+    if progress.refused:
+        iteration.forbid_untold_refusal(progress, step.optimizer)
+    if progress.pending is not None and progress.pending.is_begun:
+        step.verdict = iteration.verdict(progress)
     else:
         step.verdict = Verdict(Reason.STEPPED, None, 0, 0, False, iteration.current.scale())
     _note_left_scaled(step)
@@ -146,7 +146,7 @@ def _grad_scaler_step(step: Step) -> Iterator[None]:
 def _note_left_scaled(step: Step) -> None:
     """Record that the optimizer has unscaled by itself, if so, until its gradients are unscaled by the scaler."""
     parameters = step.iteration.parts.listed.get(id(step.optimizer))
-    pending = step.turn.pending
+    pending = step.progress.pending
     if parameters is not None and pending is not None and pending.found.is_scaled:
         parameters.left_scaled = True
 

@@ -20,7 +20,7 @@ from array_api_compat import array_namespace, to_device
 
 from gradscale.core import validation
 from gradscale.core.protocols import Array, Namespace, ScaleState
-from gradscale.errors import InvalidValueError, shown
+from gradscale.errors import InvalidValueError, short_repr
 
 STANDARD_FUNCTIONS = (
     "__array_namespace_info__",
@@ -75,7 +75,7 @@ def device(x: Array) -> object:
         return None
 
 
-def on(where: object) -> dict[str, object]:
+def device_kwargs(where: object) -> dict[str, object]:
     """Return the options that make an array on a device; none for None, as not all take ``device=``."""
     return {} if where is None else {"device": where}
 
@@ -170,7 +170,7 @@ def unscale_arrays(
     check_real_dtype(state.scale, dtype)
     where = device(state.scale)
     first, second = map(replicas, inverse_factors(state.scale))
-    nonfinite = state_xp.zeros((), dtype=state_xp.int32, **on(where))
+    nonfinite = state_xp.zeros((), dtype=state_xp.int32, **device_kwargs(where))
     unscaled = []
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
     for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
@@ -185,7 +185,7 @@ def unscale_arrays(
 def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
     """Return the sum of the squares of all elements on the device of ``like``, in float64 if it has that."""
     xp, where = array_namespace(like), device(like)
-    total = xp.zeros((), dtype=_widest(xp, where), **on(where))
+    total = xp.zeros((), dtype=_widest(xp, where), **device_kwargs(where))
     for x in arrays:
         parts = (xp.real(x), xp.imag(x)) if kind_of(x) is Kind.COMPLEX else (x,)
         for part in parts:
@@ -265,7 +265,7 @@ def check_real_dtype(like: Array, dtype: object) -> None:
     if not accepted:
         msg = (
             f"dtype= or master_dtype must be a real floating dtype of the gradients' library, such as np.float32 or "
-            f"torch.float32, got {shown(dtype)} of type {type(dtype).__name__}"
+            f"torch.float32, got {short_repr(dtype)} of type {type(dtype).__name__}"
         )
         raise InvalidValueError(msg)
 
@@ -328,7 +328,7 @@ def significand_and_exponent(x: Array) -> tuple[Array, Array]:
         # Longer types have powers of two that no Python float holds.
         grow.append(grow[-1] * grow[-1])
         shrink.append(shrink[-1] * shrink[-1])
-    zero = xp.zeros((), dtype=xp.int32, **on(device(x)))
+    zero = xp.zeros((), dtype=xp.int32, **device_kwargs(device(x)))
     exponent = zero
     for k in reversed(range(steps)):
         large = x >= grow[k]
@@ -389,7 +389,7 @@ def replicas(
     # Pairs, since CuPy's devices can be compared and have no hash.
     copies = [(placement(x), x)]
 
-    def on(like: Array) -> Array:
+    def copy_beside(like: Array) -> Array:
         where = placement(like)
         if where is None:
             return x
@@ -400,4 +400,4 @@ def replicas(
         copies.append((where, made))
         return made
 
-    return on
+    return copy_beside

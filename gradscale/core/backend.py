@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeVar
 from array_api_compat import array_namespace, to_device
 
 from gradscale.core import arithmetic, summaries, tree
-from gradscale.core.arithmetic import device, on
+from gradscale.core.arithmetic import device, device_kwargs
 from gradscale.core.gradients import Collected, Gradients, Listed, Request
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, Policy, ScaleState
 from gradscale.core.snapshot import ArraySnapshot, Snapshot
 from gradscale.core.tree import first_floating, floating_leaves, require_arrays
-from gradscale.errors import BackendNotAvailableError, InvalidTypeError, shown
+from gradscale.errors import BackendNotAvailableError, InvalidTypeError, short_repr
 
 _State = TypeVar("_State", bound=tuple[Any, ...])
 _Multiply = Callable[[Sequence[Array]], Sequence[Array]]
@@ -101,7 +101,7 @@ class Backend:
     def integers(self, values: Sequence[int], like: Array, /) -> Array:
         """Return Python ints as a 1-d int32 array on the device of another; without a wait if the library can."""
         xp = array_namespace(like)
-        return xp.asarray(values, dtype=xp.int32, **on(self.placement(like)))
+        return xp.asarray(values, dtype=xp.int32, **device_kwargs(self.placement(like)))
 
     def move(self, x: Array, like: Array, /) -> Array:
         """Return a 0-d array on the device of another one, in the order of the devices' streams. No host read."""
@@ -212,7 +212,7 @@ class Backend:
     def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
         """Return a state with its fields replaced by numbers, but where these are None; perhaps in the same arrays."""
         xp, fields = array_namespace(state.scale), zip(state, numbers, strict=True)
-        made = [x if n is None else xp.asarray(n, dtype=x.dtype, **on(self.placement(x))) for x, n in fields]
+        made = [x if n is None else xp.asarray(n, dtype=x.dtype, **device_kwargs(self.placement(x))) for x, n in fields]
         return ScaleState(*made)
 
     def adapt(
@@ -229,11 +229,11 @@ class Backend:
         """
         xp = array_namespace(state.scale)
         if isinstance(nonfinite, int):
-            nonfinite = xp.asarray(nonfinite, dtype=xp.int32, **on(self.placement(state.scale)))
+            nonfinite = xp.asarray(nonfinite, dtype=xp.int32, **device_kwargs(self.placement(state.scale)))
         new = self.update(policy, state, nonfinite)
         return new if held is None else ScaleState._make(map(xp.where, [held] * len(new), state, new))
 
-    def put(self, old: _State, new: _State) -> _State:  # noqa: ARG002
+    def write_into(self, old: _State, new: _State) -> _State:  # noqa: ARG002
         """Return a state that takes the place of another, perhaps in the other's arrays."""
         return new
 
@@ -244,8 +244,8 @@ class Backend:
         """
         if isinstance(outputs, int):
             msg = (
-                f"outputs must be an array or nested containers of arrays, got {shown(outputs)}; wrap it, such as "
-                f"np.float32({shown(outputs)})"
+                f"outputs must be an array or nested containers of arrays, got {short_repr(outputs)}; wrap it, such as "
+                f"np.float32({short_repr(outputs)})"
             )
             raise InvalidTypeError(msg)
         leaves, rebuild = tree.flatten(outputs)
@@ -292,7 +292,8 @@ def require_values(like: Array | None) -> None:
     """Raise InvalidTypeError for a tensor on torch's meta device, where a state would have no values."""
     if getattr(getattr(like, "device", None), "type", None) == "meta":
         msg = (
-            f"the state cannot be made beside a tensor without values, got {shown(like)}: materialize the model, and "
+            f"the state cannot be made beside a tensor without values, got {short_repr(like)}: materialize the "
+            f"model, and "
             f"scale its loss on a device that computes"
         )
         raise InvalidTypeError(msg)

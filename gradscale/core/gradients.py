@@ -34,7 +34,7 @@ from gradscale.core.protocols import (
     ScaleState,
 )
 from gradscale.core.tree import first_floating, floating_leaves
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, reading, shown, unreadable
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, reading, short_repr, unreadable
 
 if TYPE_CHECKING:
     from gradscale.core.backend import Backend
@@ -105,7 +105,7 @@ class DeferredClip(Protocol):
         """Divide and clip them, after ``judge``."""
 
 
-class Found(NamedTuple):
+class Findings(NamedTuple):
     """The findings of one rank in an optimizer's gradients."""
 
     nonfinite: Array | int
@@ -142,7 +142,7 @@ class Collected(Protocol):
     def groups(self) -> Sequence[Collectives]:
         """The groups that the gradients themselves are spread over, for a scaler that was given none."""
 
-    def unscale(self, current: ScaleView, state: ScaleState) -> Found:
+    def unscale(self, current: ScaleView, state: ScaleState) -> Findings:
         """Divide them by the scale of a state, clip and judge them; a refusal modifies none."""
 
 
@@ -174,7 +174,7 @@ class Gradients:
         """The first floating array, which says where the state belongs."""
         return first_floating(self._leaves)
 
-    def unscale(self, current: ScaleView, state: ScaleState) -> Found:
+    def unscale(self, current: ScaleView, state: ScaleState) -> Findings:
         """Divide them by the scale of a state, clip and judge them; no host read but for a norm over ranks."""
         backend = current.state_adapter
         if backend.forbid_tracing is not None:
@@ -202,7 +202,7 @@ class Gradients:
         count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
         if dtype is not None or max_norm is not None or not isinstance(state, UnitState):
             self._assign({} if unscaled is chosen else dict(zip(map(id, chosen), unscaled, strict=True)))
-        return Found(count, norm, len(chosen) > 0, scale=scale, narrow=", ".join(sorted(narrow)))
+        return Findings(count, norm, len(chosen) > 0, scale=scale, narrow=", ".join(sorted(narrow)))
 
     def _clip(
         self, backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, max_norm: float
@@ -245,17 +245,17 @@ class GivenNorm:
         """The norm, or if that is a number an array of the optimizer."""
         return self._norm if is_array_api_obj(self._norm) else self._fallback()
 
-    def unscale(self, current: ScaleView, state: ScaleState) -> Found:
+    def unscale(self, current: ScaleView, state: ScaleState) -> Findings:
         """Judge the norm; if the host reads the verdict, with that."""
         norm, backend = self._norm, current.state_adapter
         if not is_array_api_obj(norm):
             (scale,) = backend.peek((state.scale,)) or (None,)
-            return Found(0 if math.isfinite(norm) else 1, norm, scale=scale)
+            return Findings(0 if math.isfinite(norm) else 1, norm, scale=scale)
         norm = backend.move(norm, state.scale)
         bits = backend.bits(norm) if self._is_read else None
         if bits is not None:
-            return Found(0, deferred=NormToRead(bits))
-        return Found(nonfinite_flag(norm, device(state.scale)), norm)
+            return Findings(0, deferred=NormToRead(bits))
+        return Findings(nonfinite_flag(norm, device(state.scale)), norm)
 
 
 class NormToRead(NamedTuple):
@@ -290,21 +290,25 @@ def parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, A
     groups = optimizer.param_groups
     # An iterator would be empty for the optimizer after the scaler has walked it.
     if isinstance(groups, (str, bytes, Iterator)) or not isinstance(groups, Iterable):
-        msg = f"param_groups of {type(optimizer).__name__} must be a list of dicts with 'params', got {shown(groups)}"
+        msg = (
+            f"param_groups of {type(optimizer).__name__} must be a list of dicts with 'params', got "
+            f"{short_repr(groups)}"
+        )
         raise InvalidTypeError(msg)
     for index, group in enumerate(groups):
         try:
             listed = group["params"]
         except Exception:
             msg = (
-                f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got {shown(group)}"
+                f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got "
+                f"{short_repr(group)}"
             )
             raise InvalidTypeError(msg) from None
         if hasattr(listed, "grad"):
             listed = [listed]
         if isinstance(listed, (str, bytes, Iterator)) or not isinstance(listed, Iterable):
             of = f"param_groups[{index}]['params'] of {type(optimizer).__name__}"
-            msg = f"{of} must be a list of parameters with .grad, got {shown(listed)}"
+            msg = f"{of} must be a list of parameters with .grad, got {short_repr(listed)}"
             raise InvalidTypeError(msg)
         found.append((group, list(listed)))
     return found
@@ -316,7 +320,10 @@ def _gradients_of(optimizer: object, parameters: Iterable[Any]) -> list[Array]:
         return [parameter.grad for parameter in parameters]
     except AttributeError:
         bad = [parameter for parameter in parameters if not hasattr(parameter, "grad")]
-        msg = f"a parameter of {type(optimizer).__name__} must have .grad, got {shown(bad[0]) if bad else 'an error'}"
+        msg = (
+            f"a parameter of {type(optimizer).__name__} must have .grad, got "
+            f"{short_repr(bad[0]) if bad else 'an error'}"
+        )
         raise InvalidTypeError(msg) from None
 
 
@@ -352,8 +359,10 @@ def _assigning(what: str) -> Iterator[None]:
 def no_optimizer(got: object, members: str) -> InvalidTypeError:
     """Return the error for an object that lacks the members of an optimizer, or a class in place of an instance."""
     if isinstance(got, type):
-        return InvalidTypeError(f"an optimizer must be an instance, got {shown(got)}: call it, {got.__name__}(...)")
-    text = f"{shown(got)} of type {type(got).__name__}"
+        return InvalidTypeError(
+            f"an optimizer must be an instance, got {short_repr(got)}: call it, {got.__name__}(...)"
+        )
+    text = f"{short_repr(got)} of type {type(got).__name__}"
     if callable(got):
         # The whole of a model is long.
         text = f"a {type(got).__name__}, a model or a function: pass the optimizer"
@@ -369,7 +378,7 @@ def _require_tree(optimizer: OptimizerWithGrads) -> object:
         raise no_optimizer(optimizer, members)
     gradients = optimizer.grads
     if (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)) and not is_array_api_obj(gradients):
-        msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {shown(gradients)}"
+        msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {short_repr(gradients)}"
         raise InvalidTypeError(msg)
     return gradients
 
@@ -389,7 +398,7 @@ def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], _Assign]:
     return leaves, assign
 
 
-class HeldArray(NamedTuple):
+class InspectedArray(NamedTuple):
     """An array of an optimizer for a parameter: its gradient or None, its weight, or a part of the state.
 
     A gradient's name is from torch's ``param_names``, or else the expression that reaches it. An array that belongs to
@@ -426,10 +435,12 @@ class ListedParameters:
 
 
 @reading("an optimizer")
-def named_gradients(optimizer: Optimizer) -> list[HeldArray]:
+def named_gradients(optimizer: Optimizer) -> list[InspectedArray]:
     """Return an optimizer's gradients with their names: one for each parameter, in order, gradient or not."""
     if not hasattr(optimizer, "param_groups"):
-        return [HeldArray("gradient", path, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
+        return [
+            InspectedArray("gradient", path, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))
+        ]
     parameters: dict[int, tuple[str, object]] = {}
     for index, (group, listed) in enumerate(parameter_lists(cast("OptimizerWithGroups", optimizer))):
         paths = [f"param_groups[{index}]['params'][{place}]" for place in range(len(listed))]
@@ -439,17 +450,17 @@ def named_gradients(optimizer: Optimizer) -> list[HeldArray]:
             parameters.setdefault(id(parameter), (str(name), parameter))
     gradients = _gradients_of(optimizer, [parameter for _, parameter in parameters.values()])
     found = zip(parameters.values(), gradients, strict=True)
-    return [HeldArray("gradient", name, gradient, parameter) for (name, parameter), gradient in found]
+    return [InspectedArray("gradient", name, gradient, parameter) for (name, parameter), gradient in found]
 
 
 @reading("names")
-def name_gradients(located: Sequence[HeldArray], names: object) -> list[HeldArray]:
+def name_gradients(located: Sequence[InspectedArray], names: object) -> list[InspectedArray]:
     """Return gradients under names that a user gives: pairs or a mapping with parameters, or text for each in order."""
     if names is None:
         return list(located)
     usage = "pass names=model.named_parameters(), a mapping of names to parameters, or a string for each parameter"
     if isinstance(names, (str, bytes, set, frozenset)) or not hasattr(names, "__iter__"):
-        msg = f"names must be pairs, a mapping or strings in the parameters' order, got {shown(names)}; {usage}"
+        msg = f"names must be pairs, a mapping or strings in the parameters' order, got {short_repr(names)}; {usage}"
         raise InvalidValueError(msg)
     listed = list(names.items() if isinstance(names, Mapping) else names)
     if all(isinstance(name, str) for name in listed):
@@ -459,7 +470,7 @@ def name_gradients(located: Sequence[HeldArray], names: object) -> list[HeldArra
         return [one._replace(name=name) for one, name in zip(located, listed, strict=True)]
     if bad := [item for item in listed if not _is_pair(item)]:
         # If there are strings and something else, report what is no string.
-        item = shown(min(bad, key=lambda item: isinstance(item, str)))
+        item = short_repr(min(bad, key=lambda item: isinstance(item, str)))
         msg = f"names must be pairs of a string and a parameter with .grad, got {item} among them; {usage}"
         raise InvalidValueError(msg)
     by_parameter = {id(parameter): name for name, parameter in listed}
@@ -479,9 +490,13 @@ def _is_pair(item: object) -> bool:
 
 
 @reading("the weights and the state of an optimizer")
-def held_arrays(
-    optimizer: Optimizer, located: Sequence[HeldArray], named: Sequence[HeldArray], params: object, state: object
-) -> list[HeldArray]:
+def inspected_arrays(
+    optimizer: Optimizer,
+    located: Sequence[InspectedArray],
+    named: Sequence[InspectedArray],
+    params: object,
+    state: object,
+) -> list[InspectedArray]:
     """Return an optimizer's weights and the arrays of its state, but for integers.
 
     ``located`` are its gradients under its own names, and ``named`` the same under the user's; None for ``params`` and
@@ -492,35 +507,36 @@ def held_arrays(
     if state is True and not (isinstance(own, Mapping) and (parameters or params is not None or not located)):
         msg = (
             f"state=True searches what optimizers of torch's kind have, arrays in param_groups and a mapping named "
-            f"state, got {shown(optimizer)} of type {type(optimizer).__name__}: pass params= and state=, the weights "
+            f"state, got {short_repr(optimizer)} of type {type(optimizer).__name__}: pass params= and state=, the "
+            f"weights "
             f"and the optimizer's state in nested containers"
         )
         raise InvalidTypeError(msg)
     if params is None:
-        found = [HeldArray("weight", one.name, one.parameter) for one in named]
+        found = [InspectedArray("weight", one.name, one.parameter) for one in named]
     elif hasattr(params, "named_parameters") and hasattr(params, "named_buffers"):
         # A module of torch's kind.
-        found = [HeldArray("weight", *one) for one in (*params.named_parameters(), *params.named_buffers())]
+        found = [InspectedArray("weight", *one) for one in (*params.named_parameters(), *params.named_buffers())]
     else:
         names = {one.name: renamed.name for one, renamed in zip(located, named, strict=True)}
         leaves = _leaves("params", tree.leaves_with_paths(params))
-        found = [HeldArray("weight", names.get(path, path) or "params", leaf) for path, leaf in leaves]
+        found = [InspectedArray("weight", names.get(path, path) or "params", leaf) for path, leaf in leaves]
     if state is not None and state is not False:
         found += _in_state(own if state is True else state, parameters)
     return [one for one in found if is_array_api_obj(one.array) and is_floating(one.array)]
 
 
-def _in_state(state: object, parameters: Mapping[int, str]) -> Iterator[HeldArray]:
+def _in_state(state: object, parameters: Mapping[int, str]) -> Iterator[InspectedArray]:
     """Yield the items of a container or of torch's mapping of parameters; no iterator in it is read."""
     if not isinstance(state, Mapping) or all(isinstance(key, (str, int)) for key in state):
         for path, leaf in _leaves("state", tree.leaves_with_paths(state, _is_leaf)):
-            yield HeldArray("state", "state", leaf, key=path)
+            yield InspectedArray("state", "state", leaf, key=path)
         return
     for parameter, held in state.items():
         name = parameters.get(id(parameter), parameter if isinstance(parameter, str) else type(parameter).__name__)
         for key, value in held.items() if isinstance(held, Mapping) else [("", held)]:
             for path, leaf in tree.leaves_with_paths(value, _is_leaf):
-                yield HeldArray("state", name, leaf, key=f"{key}{path}")
+                yield InspectedArray("state", name, leaf, key=f"{key}{path}")
 
 
 def _is_leaf(node: object) -> bool:
@@ -531,6 +547,9 @@ def _is_leaf(node: object) -> bool:
 def _leaves(name: str, leaves: list[tuple[str, Array]]) -> list[tuple[str, Array]]:
     """Return the leaves of an argument, which must be an array or a container."""
     if leaves and leaves[0][0] == "" and not is_array_api_obj(leaves[0][1]):
-        msg = f"{name} must be arrays in nested containers, got {shown(leaves[0][1])} of {type(leaves[0][1]).__name__}"
+        msg = (
+            f"{name} must be arrays in nested containers, got {short_repr(leaves[0][1])} of "
+            f"{type(leaves[0][1]).__name__}"
+        )
         raise InvalidTypeError(msg)
     return leaves

@@ -19,7 +19,7 @@ class IdentityMap(dict[int, _Value]):
         self._objects: dict[int, object] = {}
         self._kept: list[int] = []
 
-    def put(self, key: object, value: _Value) -> None:
+    def set(self, key: object, value: _Value) -> None:
         """Set the value of an object."""
         identity = id(key)
         if identity not in self:
@@ -63,5 +63,5 @@ class Positions:
         if position is None:
             taken = self._positions.values()
             position = next(index for index in range(len(taken) + 1) if index not in taken)
-            self._positions.put(key, position)
+            self._positions.set(key, position)
         return position

@@ -11,7 +11,7 @@ from gradscale.core import registry, tree
 from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, replicas
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.core.tree import floating_leaves
-from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 
 _T = TypeVar("_T")
 
@@ -95,7 +95,7 @@ def unscale(grads: object, state: ScaleState, *, dtype: object = None, out: obje
     backend = registry.backend_for(state.scale)
     outs = None if out is None else _matching_outs(rebuild(leaves), out, chosen, state)
     if outs is not None and dtype is not None:
-        msg = f"give dtype= or out=, whose arrays have their dtypes, not both, got dtype={shown(dtype)}"
+        msg = f"give dtype= or out=, whose arrays have their dtypes, not both, got dtype={short_repr(dtype)}"
         raise InvalidValueError(msg)
     unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=outs)
     by_identity = {id(old): new for old, new in zip(chosen, unscaled, strict=True)}
@@ -105,7 +105,7 @@ def unscale(grads: object, state: ScaleState, *, dtype: object = None, out: obje
 def require_state(state: object) -> None:
     """Raise InvalidTypeError for another thing than a state of arrays."""
     if not isinstance(state, ScaleState) or not is_array_api_obj(state.scale):
-        msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {shown(state)}"
+        msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {short_repr(state)}"
         raise InvalidTypeError(msg)
 
 
@@ -117,7 +117,8 @@ def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: S
     for grad, target in zip(chosen, outs, strict=True):
         if getattr(target, "shape", None) != grad.shape:
             msg = (
-                f"out must hold an array of shape {tuple(grad.shape)} for a gradient of that shape, got {shown(target)}"
+                f"out must hold an array of shape {tuple(grad.shape)} for a gradient of that shape, got "
+                f"{short_repr(target)}"
             )
             raise InvalidValueError(msg)
         if (kind_of(target) is Kind.COMPLEX) is not (kind_of(grad) is Kind.COMPLEX):
@@ -156,7 +157,7 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
     {'w': array([0., 0.])}
     """
     if not is_array_api_obj(pred) or pred.shape != () or not array_namespace(pred).isdtype(pred.dtype, "bool"):
-        msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {shown(pred)}"
+        msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {short_repr(pred)}"
         raise InvalidTypeError(msg)
     backend = registry.backend_for(pred)
     chosen = replicas(pred, backend.placement, backend.move)
@@ -166,7 +167,7 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
             with reading("an array"):
                 if a is b or (type(a) is type(b) and a == b):
                     return a
-            msg = f"leaves that are no arrays must be equal in both trees, got {shown(a)} and {shown(b)}"
+            msg = f"leaves that are no arrays must be equal in both trees, got {short_repr(a)} and {short_repr(b)}"
             raise InvalidValueError(msg)
         if a.dtype != b.dtype:
             msg = f"both trees must have one dtype leaf by leaf, got {a.dtype} and {b.dtype}; cast one of them"

@@ -14,7 +14,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import arithmetic
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Collectives, GroupBackend
-from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError, nearest, reading, shown
+from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError, nearest, reading, short_repr
 from gradscale.extras import remedy
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def array_backend(name: str) -> Backend:
         return backend
     msg = (
         f"the gradscale adapter for {name!r} must be an instance of a class that derives from gradscale.Backend, got "
-        f"{shown(backend)} of type {type(backend).__name__}"
+        f"{short_repr(backend)} of type {type(backend).__name__}"
     )
     raise BackendError(msg)
 
@@ -200,7 +200,7 @@ def all_collectives_for(group: object, timeout: float) -> list[Collectives]:
     with reading("group"):
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
     if not groups:
-        msg = f"group must name at least one group, got {shown(group)}"
+        msg = f"group must name at least one group, got {short_repr(group)}"
         raise InvalidTypeError(msg)
     return [collectives_for(one, timeout) for one in groups]
 
@@ -233,7 +233,7 @@ def collectives_for(group: object, timeout: float) -> Collectives:
     backend = None if name is None else get(name)
     if isinstance(backend, GroupBackend):
         return backend.collectives(group, timeout=timeout)
-    msg = f"group must be {A_GROUP}, got {shown(group)} of type {type(group).__name__}"
+    msg = f"group must be {A_GROUP}, got {short_repr(group)} of type {type(group).__name__}"
     if group is None:
         msg += ": torch's group.WORLD is None until torch.distributed.init_process_group() is called"
     raise InvalidTypeError(msg)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.protocols import Array
-from gradscale.errors import InvalidTypeError, shown
+from gradscale.errors import InvalidTypeError, short_repr
 
 HOLDABLE = "hold must be a module of torch, an array that can be written in place, or a list of these"
 
@@ -37,13 +37,14 @@ class ArraySnapshot:
     def __init__(self, arrays: Sequence[Any]) -> None:
         for each in arrays:
             if not is_array_api_obj(each):
-                msg = f"{HOLDABLE}, got {shown(each)}"
+                msg = f"{HOLDABLE}, got {short_repr(each)}"
                 raise InvalidTypeError(msg)
             try:
                 each[...] = each
             except Exception as error:
                 msg = (
-                    f"{HOLDABLE}, got {shown(each)}: {error}. Of one that cannot be written go on with the old array "
+                    f"{HOLDABLE}, got {short_repr(each)}: {error}. Of one that cannot be written go on with the old "
+                    f"array "
                     "if last_step(optimizer).skipped; in a compiled step gradscale.select chooses"
                 )
                 raise InvalidTypeError(msg) from error

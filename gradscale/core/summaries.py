@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace, to_device
 
-from gradscale.core.arithmetic import Kind, device, kind_of, on, significand_and_exponent, widened
+from gradscale.core.arithmetic import Kind, device, device_kwargs, kind_of, significand_and_exponent, widened
 from gradscale.core.protocols import Array, Namespace
 from gradscale.core.validation import bits_of_float32
 
@@ -178,7 +178,7 @@ def _judge(parts: Sequence[Array], tiny: float | Array, infinity: float) -> tupl
     flags = [worst == infinity, xp.logical_not(worst <= infinity), worst == 0]
     flags.append(xp.logical_and(is_small, worst < infinity))
     kept = functools.reduce(xp.maximum, [xp.where(part < infinity, part, xp.zeros_like(part)) for part in parts])
-    largest = xp.zeros((), dtype=worst.dtype, **on(device(worst))) if 0 in worst.shape else xp.max(kept)
+    largest = xp.zeros((), dtype=worst.dtype, **device_kwargs(device(worst))) if 0 in worst.shape else xp.max(kept)
     return largest, [xp.sum(xp.astype(flag, xp.int32)) for flag in flags]
 
 
@@ -199,7 +199,7 @@ def sum_of_bits(x: Array, bits: Array | None) -> Array | None:
     table = xp.reshape(bits, (x.shape[0] if x.ndim else 1, -1))
     for axis in (0, 1):
         sums = xp.sum(table, axis=axis)
-        places = xp.arange(1, 2 * sums.shape[0], 2, dtype=sums.dtype, **on(device(x)))
+        places = xp.arange(1, 2 * sums.shape[0], 2, dtype=sums.dtype, **device_kwargs(device(x)))
         # Numbers of NumPy warn if they wrap.
         total = (xp.sum(sums * places) % _PRIME + 3 * total) % _PRIME
     return xp.reshape(xp.astype(total, xp.int32), ())

@@ -19,7 +19,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.arithmetic import Kind, kind_of, library_name
 from gradscale.core.protocols import Array, Namespace
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, reading, shown, unreadable
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, reading, short_repr, unreadable
 
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
 __dir__ = __all__.copy
@@ -173,14 +173,14 @@ def _aligned(plans: _Plans, others: Iterable[object]) -> list[object]:
 def _describe(node: object) -> str:
     if _is_leaf(node):
         return f"a leaf of type {type(node).__name__}"
-    return f"a {type(node).__name__} with {shown(_suffixes(node, _opened(node)[0]))}"
+    return f"a {type(node).__name__} with {short_repr(_suffixes(node, _opened(node)[0]))}"
 
 
 def _suffixes(node: object, keys: Sequence[Hashable]) -> list[str]:
     """Return the ends of the paths of a container's children."""
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return [f".{name}" for name in node._fields]
-    return [str(key) if _is_dataclass(node) else f"[{shown(key)}]" for key in keys]
+    return [str(key) if _is_dataclass(node) else f"[{short_repr(key)}]" for key in keys]
 
 
 def leaves_with_paths(tree: object, is_leaf: _IsLeaf = _is_leaf) -> list[tuple[str, Array]]:
@@ -238,7 +238,8 @@ def _require_array(leaf: object, name: Callable[[], str]) -> None:
     if leaf is None or isinstance(leaf, int) or is_array_api_obj(leaf):
         return
     msg = (
-        f"{name()} must be an array of a library that follows the array API standard (or None), got {shown(leaf)} of "
+        f"{name()} must be an array of a library that follows the array API standard (or None), got "
+        f"{short_repr(leaf)} of "
         f"type {type(leaf).__name__}"
     )
     if isinstance(leaf, float):
@@ -295,7 +296,7 @@ def _is_floating(leaf: Array, namespace: Namespace, takes_integers: bool, name: 
     kind = Kind.INTEGRAL if isinstance(leaf, int) else kind_of(leaf)
     if kind is Kind.UNKNOWN or (kind is Kind.INTEGRAL and not takes_integers and "float0" not in str(dtype)):
         dtypes = "floating, complex, integer or bool" if takes_integers else "floating or complex"
-        msg = f"{name()} must have a {dtypes} dtype, got {shown(dtype)}"
+        msg = f"{name()} must have a {dtypes} dtype, got {short_repr(dtype)}"
         raise InvalidTypeError(msg)
     # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
     if kind is not Kind.INTEGRAL and array_namespace(leaf) is not namespace:

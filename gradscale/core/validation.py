@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 
 LARGEST_FLOAT16 = 65504.0
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -26,11 +26,11 @@ _Choice = TypeVar("_Choice")
 
 
 def _wrong_type(name: str, expected: str, value: object) -> InvalidTypeError:
-    return InvalidTypeError(f"{name} must be {expected}, got {shown(value)} of type {type(value).__name__}")
+    return InvalidTypeError(f"{name} must be {expected}, got {short_repr(value)} of type {type(value).__name__}")
 
 
 def _wrong_value(name: str, expected: str, value: object) -> InvalidValueError:
-    return InvalidValueError(f"{name} must be {expected}, got {shown(value)}")
+    return InvalidValueError(f"{name} must be {expected}, got {short_repr(value)}")
 
 
 def number(
@@ -116,7 +116,7 @@ def truth(name: str, value: object) -> bool:
     try:
         return bool(value)
     except Exception as error:
-        msg = f"{name} must be true or false, got {shown(value)} of type {type(value).__name__}, which is neither"
+        msg = f"{name} must be true or false, got {short_repr(value)} of type {type(value).__name__}, which is neither"
         raise InvalidTypeError(msg) from error
 
 
@@ -141,7 +141,7 @@ def choices(name: str, value: object, options: tuple[_Choice, ...]) -> tuple[_Ch
         values = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
         chosen = {choice(name, item, options) for item in values}
     if not chosen:
-        msg = f"{name} must hold at least one of {', '.join(map(repr, options))}, got {shown(value)}"
+        msg = f"{name} must hold at least one of {', '.join(map(repr, options))}, got {short_repr(value)}"
         raise InvalidValueError(msg)
     return tuple(option for option in options if option in chosen)
 
@@ -177,9 +177,9 @@ def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale
             callable(getattr(value, name, None)) or (name == "init_scale" and hasattr(value, name)) for name in members
         )
     if isinstance(value, type) or not is_complete:
-        msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {shown(value)}"
+        msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {short_repr(value)}"
         if isinstance(value, str):
-            msg += f": write gradscale.presets.named({shown(value)})"
+            msg += f": write gradscale.presets.named({short_repr(value)})"
         elif is_complete or isinstance(value, FunctionType):
             msg += f": call it, {value.__name__}()" if value.__name__.isidentifier() else ": call it"
         raise InvalidTypeError(msg)

@@ -14,9 +14,9 @@ from typing import Any, Literal, ParamSpec
 from array_api_compat import array_namespace, is_array_api_obj, to_device
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import as_0d_array, device, has_float64, narrowed, on
+from gradscale.core.arithmetic import as_0d_array, device, device_kwargs, has_float64, narrowed
 from gradscale.core.protocols import Array, Namespace, Numbers, ScaleState
-from gradscale.errors import InvalidTypeError, InvalidValueError, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 
 AtMin = Literal["clamp", "hold", "raise"]
 GrowthAfter = Literal["interval", "first_interval_plus_one", "interval_plus_one"]
@@ -36,7 +36,7 @@ def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Para
     @functools.wraps(update)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> ScaleState:
         if len(args) > 2 or "nonfinite" not in kwargs:
-            given = f"{shown(args[2])} without a name" if len(args) > 2 else "none"
+            given = f"{short_repr(args[2])} without a name" if len(args) > 2 else "none"
             msg = (
                 f"update takes its verdict by name, got {given}; call update(state, nonfinite=...) with the number of "
                 f"gradients that are not finite, 0 for a clean step (jmp's adjust takes the opposite: whether all are)"
@@ -342,7 +342,9 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
 def namespace_and_device(like: Array) -> tuple[Namespace, object]:
     """Return the namespace and the ``device=`` for a state beside an array; InvalidTypeError for anything else."""
     if not is_array_api_obj(like):
-        msg = f"like must be an array, beside which the state is made, got {shown(like)}: such as init(params['w'])"
+        msg = (
+            f"like must be an array, beside which the state is made, got {short_repr(like)}: such as init(params['w'])"
+        )
         raise InvalidTypeError(msg)
     return array_namespace(like), registry.backend_for(like).placement(like)
 
@@ -350,8 +352,8 @@ def namespace_and_device(like: Array) -> tuple[Namespace, object]:
 def _first_state(scale: float, like: Array) -> ScaleState:
     xp, where = namespace_and_device(like)
     # Under CuPy, zeros and full leave out the device.
-    trackers = [xp.asarray(0, dtype=xp.int32, **on(where)) for _ in ScaleState._fields[1:]]
-    return ScaleState(xp.asarray(scale, dtype=xp.float32, **on(where)), *trackers)
+    trackers = [xp.asarray(0, dtype=xp.int32, **device_kwargs(where)) for _ in ScaleState._fields[1:]]
+    return ScaleState(xp.asarray(scale, dtype=xp.float32, **device_kwargs(where)), *trackers)
 
 
 def new_state(xp: ModuleType, *fields: Array) -> ScaleState:
@@ -363,7 +365,7 @@ def new_state(xp: ModuleType, *fields: Array) -> ScaleState:
 def overflow_flag(nonfinite: Array, like: Array) -> Array:
     """Return a 0-d bool on the device of ``like``: is ``nonfinite`` anything but zero."""
     if not is_array_api_obj(nonfinite) or nonfinite.shape != ():
-        msg = f"nonfinite must be a 0-d array, such as unscale returns, got {shown(nonfinite)}"
+        msg = f"nonfinite must be a 0-d array, such as unscale returns, got {short_repr(nonfinite)}"
         if isinstance(nonfinite, int):
             msg += f"; wrap it, such as np.int32({nonfinite})"
         raise InvalidTypeError(msg)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, get_typ
 
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, short_repr
 from gradscale.policies.dynamic import DynamicScale
 
 __all__ = [
@@ -293,7 +293,7 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def _unknown(name: str) -> str:
-    return f"no preset has this name, got {shown(name)}{nearest(name, _PRESETS)} (there are {', '.join(names())})"
+    return f"no preset has this name, got {short_repr(name)}{nearest(name, _PRESETS)} (there are {', '.join(names())})"
 
 
 def names() -> list[str]:
@@ -326,12 +326,15 @@ def named(name: str, /, **settings: object) -> Policy:
     (3, 1.0)
     """
     if not isinstance(name, str):
-        msg = f"the name of a preset must be a str, got {shown(name)} of type {type(name).__name__}"
+        msg = f"the name of a preset must be a str, got {short_repr(name)} of type {type(name).__name__}"
         raise InvalidTypeError(msg)
     if name not in _PRESETS:
         raise InvalidValueError(_unknown(name))
     known = inspect.signature(_PRESETS[name]).parameters
     if unknown := [setting for setting in settings if setting not in known]:
-        msg = f"preset {name!r} has no setting {', '.join(unknown)}, got {shown(settings)}; it has {', '.join(known)}"
+        msg = (
+            f"preset {name!r} has no setting {', '.join(unknown)}, got {short_repr(settings)}; it has "
+            f"{', '.join(known)}"
+        )
         raise InvalidValueError(msg)
     return _PRESETS[name](**settings)

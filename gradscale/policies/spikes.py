@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, TypeAlias
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
-from gradscale.core.arithmetic import device, has_float64, narrowed, on
+from gradscale.core.arithmetic import device, device_kwargs, has_float64, narrowed
 from gradscale.core.protocols import Array, Namespace
-from gradscale.errors import InvalidTypeError, InvalidValueError, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 from gradscale.policies.dynamic import namespace_and_device
 
 STANDARD_FUNCTIONS = ("abs", "max", "sqrt", "sum")
@@ -140,8 +140,8 @@ class SkipSpikes:
         """Return a state without values, in the library and on the device of an array."""
         xp, where = namespace_and_device(like)
         # Each its own, since JAX donates no array twice.
-        count, skipped = (xp.zeros((), dtype=xp.int32, **on(where)) for _ in range(2))
-        return SpikeState(xp.zeros((self.window,), dtype=xp.float32, **on(where)), count, skipped)
+        count, skipped = (xp.zeros((), dtype=xp.int32, **device_kwargs(where)) for _ in range(2))
+        return SpikeState(xp.zeros((self.window,), dtype=xp.float32, **device_kwargs(where)), count, skipped)
 
     def _column(self, xp: Namespace, state: SpikeState, value: Array) -> Array:
         """Return a value, float32 with an axis for the window; both it and the state are checked."""
@@ -152,7 +152,7 @@ class SkipSpikes:
             )
             raise InvalidValueError(msg)
         if not is_array_api_obj(value):
-            msg = f"a value must be an array, 0-d, beside those of the state, got {shown(value)}"
+            msg = f"a value must be an array, 0-d, beside those of the state, got {short_repr(value)}"
             raise InvalidTypeError(msg)
         return narrowed(value, xp.float32)[..., None]
 

@@ -25,7 +25,7 @@ from gradscale.errors import (
     CollectiveTimeoutError,
     GradscaleError,
     ScaleDesyncError,
-    shown,
+    short_repr,
 )
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import Claim, Outcome, Verdict
@@ -69,7 +69,7 @@ def _is_weak(group: object) -> bool:
     return False
 
 
-class Met(NamedTuple):
+class KnownOptimizer(NamedTuple):
     """An optimizer as ranks compare it."""
 
     number: int
@@ -120,7 +120,7 @@ class Agreement:
         self._identity = 0
 
     def _forget_counts(self) -> None:
-        self._optimizers: IdentityMap[Met] = IdentityMap()
+        self._optimizers: IdentityMap[KnownOptimizer] = IdentityMap()
         # How many optimizers there were: a list, which copies share.
         self._count = [0]
 
@@ -163,7 +163,7 @@ class Agreement:
         common = _commons.get(id(group)) or self._own_commons.get(id(group))
         if common is None:
             common = _Common()
-            (_commons if _is_weak(group) else self._own_commons).put(group, common)
+            (_commons if _is_weak(group) else self._own_commons).set(group, common)
         return common
 
     # Why the ranks cannot agree.
@@ -236,19 +236,21 @@ class Agreement:
 
     # The contents of a message.
 
-    def identify(self, policy: Policy) -> int:
+    def settings_hash(self, policy: Policy) -> int:
         """Return the number that tells policies and options apart."""
         if self._policy is not policy:
-            self._identity = claims.identify(policy, self._options)
+            self._identity = claims.settings_hash(policy, self._options)
             # Another kind may change in place.
             self._policy = policy if validation.is_fixed(policy) else None
         return self._identity
 
-    def settings(self, policy: Policy) -> str:
+    def settings_text(self, policy: Policy) -> str:
         """Return in words the settings that :meth:`identify` hashes."""
-        return ", ".join([shown(policy), *(f"{name}={shown(value)}" for name, value in self._options.items())])
+        return ", ".join(
+            [short_repr(policy), *(f"{name}={short_repr(value)}" for name, value in self._options.items())]
+        )
 
-    def met(self, optimizer: object) -> Met:
+    def known_optimizer(self, optimizer: object) -> KnownOptimizer:
         """Return an optimizer as the ranks compare it."""
         known = self._optimizers.get(id(optimizer))
         groups = getattr(optimizer, "param_groups", None)
@@ -263,17 +265,17 @@ class Agreement:
             self._count[0] += known is None
             kind = type(optimizer).__qualname__ + (f" with {size} param_groups" if size else "")
             # With a name, ranks may hold other parts of a model, such as the stages of a pipeline.
-            known = Met(number, size, kind if name is None else f"named {name!r}")
-            self._optimizers.put(optimizer, known)
+            known = KnownOptimizer(number, size, kind if name is None else f"named {name!r}")
+            self._optimizers.set(optimizer, known)
         return known
 
     def name(self, optimizer: object, name: str) -> None:
         """Compare a name of an optimizer with the other ranks' instead of its class and number of ``param_groups``."""
-        self._names.put(optimizer, name)
+        self._names.set(optimizer, name)
         self._lost_names.discard(name)
         known = self._optimizers.get(id(optimizer))
         if known is not None:
-            self._optimizers.put(optimizer, known._replace(size=-1))
+            self._optimizers.set(optimizer, known._replace(size=-1))
 
     def number_over(self, collectives: Collectives) -> int:
         """Return the number of this scaler over a group, counted when it joins the group or first sends over it."""
@@ -284,8 +286,8 @@ class Agreement:
             if number is None:
                 number = common.scalers
                 common.scalers += 1
-                self._had.put(group, number)
-            self._own_numbers.put(collectives, number)
+                self._had.set(group, number)
+            self._own_numbers.set(collectives, number)
             if all(known is not common for known, _ in self._counted_since):
                 self._counted_since.append((common, common.differences))
         return number
@@ -375,7 +377,9 @@ class Ballot:
             while len(answers) < len(self._groups):
                 if len(self._begun) == len(answers):
                     backend = registry.backend_for(answers[-1])
-                    shifted = claims.shifted(backend, answers[-1], *self._hashes[len(answers) - 1 : len(answers) + 1])
+                    shifted = claims.with_other_hash(
+                        backend, answers[-1], *self._hashes[len(answers) - 1 : len(answers) + 1]
+                    )
                     try:
                         self._start(shifted)
                     except BaseException as error:
@@ -405,7 +409,7 @@ class Ballot:
         """
         if self._failure is not None:
             raise self._failure
-        own = claims.shifted(None, list(sent), self._hashes[0], self._hashes[-1]) if self._hashes else sent
+        own = claims.with_other_hash(None, list(sent), self._hashes[0], self._hashes[-1]) if self._hashes else sent
         found = claims.outcome(agreed, own)
         if found is not Outcome.ONE_STATE:
             for collectives in self._groups:
@@ -426,7 +430,7 @@ class Ballot:
                 f"that rank says why. No rank takes this step. Once they are right, load one checkpoint on every rank, "
                 f"or call set_group()"
             )
-        settings = self.agreement.settings(policy)
+        settings = self.agreement.settings_text(policy)
         differing = silence = ending = ""
         cause: Exception | None = None
         if found is Outcome.DIFFERENT and not is_late:
@@ -434,7 +438,7 @@ class Ballot:
                 differing = self._told(own, settings)
             except (BackendError, TimeoutError) as error:
                 silence, cause = "some rank has not told its own in time", error
-        elif found is Outcome.TOLD:
+        elif found is Outcome.DETAILS:
             silence = "this one has not told its own"
         if silence:
             # The last message may still be under way.
@@ -443,7 +447,7 @@ class Ballot:
         if not differing:
             claim = ", ".join(f"{name}={value}" for name, value in self._claims[-1]._asdict().items())
             here = f"what this rank holds is {claim}, {settings}"
-            before = "a message before this one, of which the other ranks tell; " * (found is Outcome.TOLD)
+            before = "a message before this one, of which the other ranks tell; " * (found is Outcome.DETAILS)
             differing = "; ".join([*claims.spread_of(agreed, own), f"{before}{here}"])
         failure = ScaleDesyncError(
             f"ranks hold different states, seen by {where}: {differing}. No rank takes this step. Load "
@@ -460,7 +464,7 @@ class Ballot:
         """
         before = ""
         for collectives, claim in zip(self._groups, self._claims, strict=True):
-            asking = claims.telling()
+            asking = claims.details_message()
             while (found := claims.outcome(self._answer(collectives, asking), asking)) is not Outcome.ONE_STATE:
                 if found is not Outcome.DIFFERENT:
                     return before
@@ -478,12 +482,12 @@ class Ballot:
         return before
 
     def _carry(self, collectives: Collectives, values: Sequence[int]) -> list[int]:
-        sent = claims.carrying(claims.hash_of(None), values)
+        sent = claims.pack_values(claims.hash_of(None), values)
         agreed = self._answer(collectives, sent)
         if claims.outcome(agreed, sent) is not Outcome.ONE_STATE:
             msg = "another message came in between"
             raise BackendError(msg)
-        return claims.carried(agreed)
+        return claims.unpack_values(agreed)
 
     def _answer(self, collectives: Collectives, values: Sequence[int]) -> list[int]:
         """Send a message whose answer comes within seconds, and return it."""
@@ -518,7 +522,7 @@ class Exchange:
 
     def announce(self, like: Array) -> None:
         """Tell the other ranks that a collective of another kind comes next."""
-        self._carry(like, [0] * claims.CARRIED)
+        self._carry(like, [0] * claims.VALUES)
 
     def numbers(self, number: int, like: Array) -> list[int]:
         """Return the int32 of each rank; a round, and a host read, for each 8 of them."""
@@ -530,12 +534,12 @@ class Exchange:
 
     def _carry(self, like: Array, values: Sequence[int]) -> list[int]:
         claim, backend = self._claim(), self._current.backend_for(like)
-        sent = backend.integers(claims.carrying(claims.hash_of(claim), values), like)
+        sent = backend.integers(claims.pack_values(claims.hash_of(claim), values), like)
         with self._agreement.failing():
             ballot = self._agreement.send([self._group], sent, claim.iteration, claim)
             answer = ballot.read(backend)
             ballot.verdict(*answer, self._current.policy)
-        return claims.carried(answer[0])
+        return claims.unpack_values(answer[0])
 
 
 def gather_numbers(number: int, collectives: Collectives, carry: _Carry) -> list[int]:
@@ -558,8 +562,8 @@ def gather_texts(sent: bytes, collectives: Collectives, carry: _Carry) -> list[b
 def _gather(mine: Sequence[int], begin: int, total: int, carry: _Carry) -> list[int]:
     """Return int32 of all ranks, of which this rank has those from ``begin`` on, and all others the lowest there."""
     before = [_LOWEST_INT32] * begin
-    values = [*before, *mine, *[_LOWEST_INT32] * (total + claims.CARRIED - begin - len(mine))]
-    rounds = (carry(values[start : start + claims.CARRIED]) for start in range(0, total, claims.CARRIED))
+    values = [*before, *mine, *[_LOWEST_INT32] * (total + claims.VALUES - begin - len(mine))]
+    rounds = (carry(values[start : start + claims.VALUES]) for start in range(0, total, claims.VALUES))
     return list(itertools.chain.from_iterable(rounds))[:total]
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gradscale.core import validation
 from gradscale.core.protocols import Policy, ScaleState
-from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError, key_names, reading, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError, key_names, reading, short_repr
 from gradscale.policies.dynamic import DynamicScale, StaticScale
 from gradscale.scaler.guard import SavedWindows, text_of_windows, windows_from
 from gradscale.scaler.stall import SkipStreak, streaks_from, text_of
@@ -98,7 +98,7 @@ def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
         snapshot[name] = validation.integer(key, saved.get(key, 0), 0, validation.LARGEST_INT32)
     iteration = validation.count("iteration", saved.get("iteration", 1), 1)
     counts = {
-        name: validation.count(f"counts[{shown(name)}]", count)
+        name: validation.count(f"counts[{short_repr(name)}]", count)
         for name, count in validation.mapping("counts", saved.get("counts", {})).items()
     }
     steps = validation.count("steps", saved.get("steps", 0))
@@ -113,7 +113,8 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
         restored = _restore_policy(description)
         if type(policy) not in _KINDS.values():
             msg = (
-                f"it holds a {type(restored).__name__}, and this scaler's policy is {shown(policy)}; leave out the key "
+                f"it holds a {type(restored).__name__}, and this scaler's policy is {short_repr(policy)}; leave out "
+                f"the key "
                 f"'policy' to keep this one"
             )
             raise InvalidValueError(msg)

@@ -41,7 +41,7 @@ from gradscale.core.backend import Backend
 from gradscale.core.gradients import norm_bits
 from gradscale.core.protocols import Array, Numbers, Policy, ScaleState
 from gradscale.core.validation import bits_of_float32, float32_from_bits
-from gradscale.errors import InvalidTypeError, ScaleDesyncError, shown
+from gradscale.errors import InvalidTypeError, ScaleDesyncError, short_repr
 from gradscale.version import __version__
 
 WORDS = 2
@@ -58,15 +58,15 @@ _FIELDS = _MIDDLE - _FLAGS
 _STATE, _BITS = struct.Struct("=f3i"), struct.Struct("=4i")
 LENGTH = _MIDDLE + _FIELDS
 
-CARRIED = 2 * (_HASH - _SCALE)
+VALUES = 2 * (_HASH - _SCALE)
 """How many values of ranks a message carries."""
 
 # By how many steps of a float32 the norms of ranks that hold the same gradients may differ, since processors add up in
 # other orders: by a thousandth.
 _CLOSE = 2**13
 
-# Numbers that hardly another message holds in this place, and its negative in the other; MAX keeps _TELLING.
-_USUAL, _CARRYING, _TELLING = 0x47534D30, 0x47534D31, 0x47534D32
+# Numbers that hardly another message holds in this place, and its negative in the other; MAX keeps _DETAILS.
+_USUAL, _CARRYING, _DETAILS = 0x47534D30, 0x47534D31, 0x47534D32
 
 # Of a float32.
 _BITS_OF_ONE = 0x3F800000
@@ -80,7 +80,7 @@ _CODE_BITS = _RANK_BITS + 2
 # The words and numbers that ranks hold in common.
 
 
-class Call(enum.StrEnum):
+class Purpose(enum.StrEnum):
     """The call that sends a message."""
 
     STEP = "unscale_() or step()"
@@ -134,9 +134,9 @@ class Reason(enum.IntEnum):
     Of the others the gravest is the last, which MAX over the ranks keeps. A spike is 1, so that a flag, 0 or 1, is its
     number, and windows learn from no step with a greater one.
 
-    One more reason is one more before OVERFLOW, in ``HELD`` if it moves no scale, and in the words of reports.py. If
-    the program gives it, a method of the scaler calls ``Iteration.refuse`` with it, whose errors name ``refuse()``, and
-    torch's scaler makes that method ``untraced``.
+    One more reason is one more before OVERFLOW, in ``KEEPS_SCALE`` if it moves no scale, and in the words of
+    reports.py. If the program gives it, a method of the scaler calls ``Iteration.refuse`` with it, whose errors name
+    ``refuse()``, and torch's scaler makes that method ``untraced``.
     """
 
     STEPPED = 0
@@ -209,7 +209,7 @@ class Presence(enum.IntEnum):
     SOME = 2
 
 
-HELD = Reason.SPIKE, Reason.REFUSED
+KEEPS_SCALE = Reason.SPIKE, Reason.REFUSED
 """Why a step is neither clean nor an overflow, so that the scale stays as it is."""
 
 
@@ -293,7 +293,7 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
 # The message that a rank sends.
 
 
-def of_numbers(state: Numbers, words: Sequence[int], found: Flags, norm: float = 0.0) -> list[int]:
+def pack_numbers(state: Numbers, words: Sequence[int], found: Flags, norm: float = 0.0) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
     # The trackers of a user's policy may be floats on the host.
     bits = _BITS.unpack(_STATE.pack(state[0], *map(int, state[1:])))
@@ -301,7 +301,7 @@ def of_numbers(state: Numbers, words: Sequence[int], found: Flags, norm: float =
     return [*found, *fields, *map(operator.neg, fields)]
 
 
-def of_arrays(
+def pack_arrays(
     backend: Backend,
     policy: Policy,
     state: ScaleState,
@@ -352,23 +352,23 @@ def unpack_alone(flags: Flags, values: Sequence[int]) -> tuple[Flags, Sequence[i
     return known._replace(nonfinite=1) if is_float else known, rest[: _HASH - _SCALE], rest[_HASH - _SCALE :]
 
 
-def carrying(words: Sequence[int], values: Sequence[int], stage: int = _CARRYING) -> list[int]:
-    """Return the message of one round of values, of which there are :data:`CARRIED`; it says nothing of a state."""
-    half = CARRIED // 2
+def pack_values(words: Sequence[int], values: Sequence[int], stage: int = _CARRYING) -> list[int]:
+    """Return the message of one round of values, of which there are :data:`VALUES`; it says nothing of a state."""
+    half = VALUES // 2
     return [0] * _FLAGS + [stage, *values[:half], *words, 0, -stage, *values[half:], *map(operator.neg, words), 0]
 
 
-def failure(words: Sequence[int], rank: int) -> list[int]:
+def pack_failure(words: Sequence[int], rank: int) -> list[int]:
     """Return the message of a rank whose gradients cannot be unscaled."""
-    return of_numbers(Numbers(0.0), words, Flags(1, code=reason_code(Reason.FAILED, rank)))
+    return pack_numbers(Numbers(0.0), words, Flags(1, code=reason_code(Reason.FAILED, rank)))
 
 
-def telling() -> list[int]:
+def details_message() -> list[int]:
     """Return the message of a rank that has met a difference, and waits until all ranks tell their claims."""
-    return carrying(hash_of(None), [0] * CARRIED, _TELLING)
+    return pack_values(hash_of(None), [0] * VALUES, _DETAILS)
 
 
-def shifted(backend: Backend | None, x: Array, before: Sequence[int], after: Sequence[int]) -> Array:
+def with_other_hash(backend: Backend | None, x: Array, before: Sequence[int], after: Sequence[int]) -> Array:
     """Return a message for the next group of a list, whose claim has another hash; None and a list, or an array."""
     row = [0] * LENGTH
     for index, (one, other) in enumerate(zip(before, after, strict=True)):
@@ -419,7 +419,7 @@ def norm_of(values: Sequence[int]) -> float:
     return float32_from_bits(values[_NORM])
 
 
-def carried(values: Sequence[int]) -> list[int]:
+def unpack_values(values: Sequence[int]) -> list[int]:
     """Return the values that a message carries."""
     return [*values[_SCALE:_HASH], *values[_SCALE + _FIELDS : _HASH + _FIELDS]]
 
@@ -436,7 +436,7 @@ class Outcome(enum.Enum):
     DIFFERENT = 1
     FAILED = 2
     """Some rank's gradients cannot be unscaled."""
-    TOLD = 3
+    DETAILS = 3
     """Some rank has met a difference in a message before, and this rank has not."""
     FOREIGN = 4
     """Some rank has sent another message than gradscale's."""
@@ -447,7 +447,7 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
     if values[_FLAGS:] != own[_FLAGS:]:
         if own[_STAGE] == _CARRYING:
             # The values that ranks carry may differ.
-            own = carrying(own[_HASH:_NORM], carried(values))
+            own = pack_values(own[_HASH:_NORM], unpack_values(values))
         if values[0] or _has_one_norm(values):
             # Norms may differ, too, if they are close, or the gradients overflow.
             own = [*own[:_NORM], values[_NORM], *own[_MIDDLE:-1], values[-1]]
@@ -457,11 +457,11 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
         return Outcome.ONE_STATE
     stages = {values[_STAGE], -values[_MIDDLE]}
     # No maximum is below what went into it.
-    if not stages <= {_USUAL, _CARRYING, _TELLING} or any(map(operator.lt, values[_FLAGS:], own[_FLAGS:])):
+    if not stages <= {_USUAL, _CARRYING, _DETAILS} or any(map(operator.lt, values[_FLAGS:], own[_FLAGS:])):
         return Outcome.FOREIGN
     if has_failed:
         return Outcome.FAILED
-    return Outcome.TOLD if _TELLING in stages and own[_STAGE] != _TELLING else Outcome.DIFFERENT
+    return Outcome.DETAILS if _DETAILS in stages and own[_STAGE] != _DETAILS else Outcome.DIFFERENT
 
 
 def code_in(values: Sequence[int]) -> int:
@@ -625,7 +625,7 @@ def greeting() -> list[int]:
     """
     major, minor, micro = map(int, re.findall(r"\d+", f"{__version__}.0.0")[:3])
     release = (major & 0x7FF) << 20 | (minor & 0x3FF) << 10 | micro & 0x3FF
-    form = __version__, LENGTH, _CODE_BITS, _USUAL, Claim._fields, [*Reason.__members__], [*Call]
+    form = __version__, LENGTH, _CODE_BITS, _USUAL, Claim._fields, [*Reason.__members__], [*Purpose]
     build = zlib.crc32(ascii(form).encode()) & 0x7FFFFFFF
     return [release, -release, build, -build]
 
@@ -650,7 +650,7 @@ def require_one_version(values: Sequence[int], own: Sequence[int], where: str) -
 _Form: TypeAlias = "str | bytes | tuple[_Form, ...] | None"
 
 
-def identify(policy: object, options: Mapping[str, object] | None = None) -> int:
+def settings_hash(policy: object, options: Mapping[str, object] | None = None) -> int:
     """Return a hash of a policy's settings, or of its name, and of other options, from 0 to 2**31-1."""
     text = type(policy).__qualname__
     if dataclasses.is_dataclass(policy):
@@ -693,7 +693,8 @@ def _form(value: object, what: str) -> _Form:
         return _fields(value, what)
     msg = (
         f"{what} must be the same value in every process, so that ranks can tell whether they hold one policy, got "
-        f"{shown(value)}: make it a number, text, bytes, an enumeration, a class, or a tuple or frozen dataclass of "
+        f"{short_repr(value)}: make it a number, text, bytes, an enumeration, a class, or a tuple or frozen "
+        f"dataclass of "
         f"these, or leave the field out with dataclasses.field(compare=False)"
     )
     raise InvalidTypeError(msg)

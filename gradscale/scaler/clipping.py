@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradscale.core.arithmetic import NormOver, checked_norm
-from gradscale.errors import InvalidValueError, shown
+from gradscale.errors import InvalidValueError, short_repr
 
 
 class Clipping(NamedTuple):
@@ -20,7 +20,7 @@ class Clipping(NamedTuple):
 def checked_clipping(max_norm: object, norm_over: object) -> Clipping:
     """Return the two arguments of a scaler or of ``unscale_``, checked."""
     if norm_over not in (None, "rank", "group"):
-        msg = f'norm_over must be "rank" or "group", got {shown(norm_over)}'
+        msg = f'norm_over must be "rank" or "group", got {short_repr(norm_over)}'
         raise InvalidValueError(msg)
     if max_norm is None and norm_over is not None:
         msg = f"norm_over={norm_over!r} says over what the norm is taken for max_norm=, got no max_norm"

@@ -16,14 +16,14 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree, validation
 from gradscale.core.arithmetic import Kind, device, is_floating, kind_of, library_name, nonfinite_flag
-from gradscale.core.gradients import HeldArray, held_arrays, name_gradients, named_gradients
+from gradscale.core.gradients import InspectedArray, inspected_arrays, name_gradients, named_gradients
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.summaries import Summary
 from gradscale.core.tree import first_floating, require_arrays
-from gradscale.errors import BackendError, GradscaleError, InvalidTypeError, shown
+from gradscale.errors import BackendError, GradscaleError, InvalidTypeError, short_repr
 from gradscale.scaler.agreement import Exchange
-from gradscale.scaler.claim import Call, Verdict
-from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
+from gradscale.scaler.claim import Purpose, Verdict
+from gradscale.scaler.iteration import Iteration, Parts, Progress, Stage
 from gradscale.scaler.overflow import OverflowReport, ParameterReport, RankReport
 
 # After so many overflows in a row the weights and the optimizer's state are searched, too.
@@ -34,7 +34,7 @@ _GATHERED = 4096
 _GATHERED_OF_EACH = 8
 
 
-class Asked(NamedTuple):
+class DiagnosisOptions(NamedTuple):
     """Options of ``diagnose``, from a user or from the scaler by itself, which searches all that it can find."""
 
     names: object = None
@@ -55,15 +55,17 @@ class Diagnosis:
     def of_overflow(self, optimizer: Optimizer, iteration: Iteration) -> OverflowReport:
         """Return the report on a step that is skipped now; from the third in a row on with weights and state."""
         before = self._tally.streak_of(optimizer).reasons.get("overflow", 0)
-        asked = Asked(state=before + 1 >= _SUSPICIOUS, is_by_itself=True)
+        asked = DiagnosisOptions(state=before + 1 >= _SUSPICIOUS, is_by_itself=True)
         return self.diagnose(optimizer, iteration, asked, gather=True)
 
     def of_stall(self, optimizer: Optimizer, iteration: Iteration, ranks: Collection[int]) -> str:
         """Return the cause that this rank sees, or which ranks see it; empty if its arrays cannot be looked at."""
-        turn = iteration.by_id(id(optimizer))
-        loss = turn.verdict.loss if turn is not None and turn.verdict is not None else None
+        progress = iteration.by_id(id(optimizer))
+        loss = progress.verdict.loss if progress is not None and progress.verdict is not None else None
         try:
-            report = self.diagnose(optimizer, iteration, Asked(loss=loss, state=True, is_by_itself=True), gather=False)
+            report = self.diagnose(
+                optimizer, iteration, DiagnosisOptions(loss=loss, state=True, is_by_itself=True), gather=False
+            )
         except GradscaleError:
             return ""
         if report.cause in ("none", "underflow", "no gradients") and not self._agreement.is_alone:
@@ -75,10 +77,12 @@ class Diagnosis:
             text += "are zeroed after a skipped step, too, which keep NaN"
         return text
 
-    def diagnose(self, optimizer: Optimizer, iteration: Iteration, asked: Asked, *, gather: bool) -> OverflowReport:
+    def diagnose(
+        self, optimizer: Optimizer, iteration: Iteration, asked: DiagnosisOptions, *, gather: bool
+    ) -> OverflowReport:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
-        turn = iteration.by_id(id(optimizer))
-        pending = None if turn is None else turn.pending
+        progress = iteration.by_id(id(optimizer))
+        pending = None if progress is None else progress.pending
         if optimizer in self._reports:
             # Its verdict may not have been read yet.
             self._reports.last(optimizer)
@@ -90,19 +94,19 @@ class Diagnosis:
         if gather and self._enabled:
             groups = (pending and pending.groups) or iteration.groups_for(optimizer)
         if not groups:
-            return OverflowReport.of([self._look(optimizer, iteration, turn, asked)], minimum)
-        if len(groups) > 1 and turn is not None and pending is not None and pending.is_begun:
+            return OverflowReport.of([self._look(optimizer, iteration, progress, asked)], minimum)
+        if len(groups) > 1 and progress is not None and pending is not None and pending.is_begun:
             # A rank that has not called scale() has sent all of this message in unscale_, before the diagnosis.
-            iteration.verdict(turn)
+            iteration.verdict(progress)
         failure: Exception | None = None
         try:
-            own = self._look(optimizer, iteration, turn, asked)
+            own = self._look(optimizer, iteration, progress, asked)
         except Exception as error:
             # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport(failure=f"{type(error).__name__}: {error}")
         exchanges = []
         for index, group in enumerate(groups):
-            claim = functools.partial(iteration.next_claim, [group], optimizer, None, Call.DIAGNOSIS, index)
+            claim = functools.partial(iteration.next_claim, [group], optimizer, None, Purpose.DIAGNOSIS, index)
             exchanges.append(Exchange(self._agreement, current, group, claim))
         reports = _gather(own, exchanges, self._like_any(optimizer, iteration))
         if failure is not None:
@@ -118,18 +122,20 @@ class Diagnosis:
         flags = [nonfinite_flag(x, device(floating[0])) for x in floating]
         return array_namespace(flags[0]).asarray(functools.reduce(operator.add, flags))
 
-    def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None) -> bool:
-        if _is_ready(turn) and self._enabled and iteration.scaled:
+    def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None) -> bool:
+        if _is_ready(progress) and self._enabled and iteration.scaled:
             return True
-        if turn is not None and turn.stage is Stage.UNSCALED:
-            return turn.pending is not None and turn.pending.found.is_scaled
+        if progress is not None and progress.stage is Stage.UNSCALED:
+            return progress.pending is not None and progress.pending.found.is_scaled
         if not self._hooks.was_left_scaled(optimizer, self._listed):
             return False
         # An optimizer that unscales by itself does so only where it steps.
-        verdict = _known(turn)
+        verdict = _known(progress)
         return self._reports.last(optimizer).skipped if verdict is None else verdict.reason > 0
 
-    def _look(self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, asked: Asked) -> RankReport:
+    def _look(
+        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None, asked: DiagnosisOptions
+    ) -> RankReport:
         """Look at this rank's arrays: one host read."""
         located = named_gradients(optimizer)
         named = name_gradients(located, asked.names)
@@ -137,17 +143,17 @@ class Diagnosis:
         is_searched = asked.params is not None or not (asked.state is None or asked.state is False)
         if is_searched:
             try:
-                held = held_arrays(optimizer, located, named, asked.params, asked.state)
+                held = inspected_arrays(optimizer, located, named, asked.params, asked.state)
                 values = [(one, self._hooks.values_of(one.array)) for one in held]
                 looked += [(index, one, x) for index, (one, x) in enumerate(values) if x is not None]
             except GradscaleError:
                 if not asked.is_by_itself:
                     raise
                 is_searched = False
-        is_scaled = self._holds_scaled(optimizer, iteration, turn)
+        is_scaled = self._holds_scaled(optimizer, iteration, progress)
         # Whether the gradients are those of an earlier iteration, or no scaler's.
-        is_over = _is_ready(turn) and not (self._enabled and iteration.scaled)
-        scale, state, number = self._scale_of(optimizer, iteration, turn, is_over=is_over)
+        is_over = _is_ready(progress) and not (self._enabled and iteration.scaled)
+        scale, state, number = self._scale_of(optimizer, iteration, progress, is_over=is_over)
         counts, lost = self._judge_loss(asked.loss, [] if is_over else list(iteration.loss_nonfinite))
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
         if state is not None:
@@ -173,7 +179,7 @@ class Diagnosis:
             loss_nonfinite=lost + sum(map(sum, numbers)) if counts or asked.loss is not None else None,
         )
 
-    def _report(self, index: int, one: HeldArray, x: Array, found: Summary, divisor: float) -> ParameterReport:
+    def _report(self, index: int, one: InspectedArray, x: Array, found: Summary, divisor: float) -> ParameterReport:
         has_finite = found.largest > 0.0 or found.inf + found.nan < found.size
         # Divided by a scale below 1 it may be beyond float64.
         largest = min(found.largest / divisor, sys.float_info.max) if has_finite else None
@@ -195,7 +201,9 @@ class Diagnosis:
             backend_for = registry.backend_for
         return [summaries[id(x)] for x in arrays], [values[id(x)] for x in others]
 
-    def _choose(self, optimizer: Optimizer, named: Sequence[HeldArray]) -> list[tuple[int, HeldArray, Array | None]]:
+    def _choose(
+        self, optimizer: Optimizer, named: Sequence[InspectedArray]
+    ) -> list[tuple[int, InspectedArray, Array | None]]:
         """Return the floating gradients with their positions and values, and those that are missing."""
         what = f"gradient of {type(optimizer).__name__}"
         require_arrays([one.array for one in named], what=what)
@@ -226,7 +234,7 @@ class Diagnosis:
         numbers = [leaf for leaf in leaves if leaf is not None and not is_array_api_obj(leaf)]
         for number in numbers:
             if not isinstance(number, (int, float, complex)):
-                msg = f"loss must hold arrays and numbers, got {shown(number)} of type {type(number).__name__}"
+                msg = f"loss must hold arrays and numbers, got {short_repr(number)} of type {type(number).__name__}"
                 raise InvalidTypeError(msg)
         # They may be of several libraries.
         counts = [self.count_nonfinite([leaf]) for leaf in leaves]
@@ -235,7 +243,7 @@ class Diagnosis:
         return [count for count in counts if count is not None], lost
 
     def _scale_of(
-        self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, *, is_over: bool
+        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None, *, is_over: bool
     ) -> tuple[float, ScaleState | None, int]:
         """Return the scale of an optimizer's gradients, or the state to read it from, and their iteration."""
         number = iteration.number
@@ -244,7 +252,7 @@ class Diagnosis:
         if is_over and optimizer in self._reports:
             report = self._reports.last(optimizer)
             return report.scale, None, report.iteration
-        known = _known(turn)
+        known = _known(progress)
         if known is not None:
             return known.scale, None, number
         if self._current.state is None and iteration.state is None:
@@ -269,13 +277,13 @@ class Diagnosis:
         return self._agreement.example(self._current, iteration.number) if like is None else like
 
 
-def _known(turn: Turn | None) -> Verdict | None:
+def _known(progress: Progress | None) -> Verdict | None:
     """Return the verdict on an optimizer's gradients, if it has been read."""
-    return None if turn is None or turn.pending is None else turn.pending.known
+    return None if progress is None or progress.pending is None else progress.pending.known
 
 
-def _is_ready(turn: Turn | None) -> bool:
-    return turn is None or turn.stage is Stage.READY
+def _is_ready(progress: Progress | None) -> bool:
+    return progress is None or progress.stage is Stage.READY
 
 
 def _gather(own: RankReport, exchanges: Sequence[Exchange], like: Array) -> list[RankReport]:

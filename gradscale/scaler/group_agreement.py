@@ -11,10 +11,10 @@ from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, library_name
 from gradscale.core.ops import require_state
 from gradscale.core.protocols import Array, Collectives, Namespace, Policy, ScaleState
-from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError, shown
+from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError, short_repr
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
-from gradscale.scaler.claim import Call, Claim, Flags, Reason
+from gradscale.scaler.claim import Claim, Flags, Purpose, Reason
 from gradscale.scaler.options import DEFAULT_TIMEOUT
 
 
@@ -52,7 +52,7 @@ class GroupAgreement:
         self._policy: Policy = validation.policy(policy)
         self._groups: Sequence[Collectives] = registry.all_collectives_for(group, seconds)
         self._agreement = Agreement()
-        self._agreement.identify(self._policy)
+        self._agreement.settings_hash(self._policy)
         self._agreement.join(self._groups)
         self._calls = 0
 
@@ -109,15 +109,15 @@ class GroupAgreement:
         if backend.forbid_tracing is not None:
             backend.forbid_tracing("GroupAgreement")
         # Ranks of which some skip spikes would train on apart.
-        call = Call.GROUP_AGREEMENT if spike is None else Call.GROUP_AGREEMENT_ON_SPIKES
-        scaler, settings = agreement.number_over(self._groups[0]), agreement.identify(self._policy)
+        call = Purpose.GROUP_AGREEMENT if spike is None else Purpose.GROUP_AGREEMENT_ON_SPIKES
+        scaler, settings = agreement.number_over(self._groups[0]), agreement.settings_hash(self._policy)
         claim = Claim(call, self._calls, scaler=scaler, settings=settings)
         code: Array | int = 0
         if spike is not None:
             # No product with a Python number: NumPy 1 would make it int64.
             number = xp.full_like(spike, claims.reason_code(Reason.SPIKE, agreement.rank()), dtype=xp.int32)
             code = as_0d_array(xp, xp.where(spike, number, xp.zeros_like(number)))
-        sent = claims.of_arrays(backend, self._policy, state, claims.hash_of(claim), Flags(nonfinite, code=code))
+        sent = claims.pack_arrays(backend, self._policy, state, claims.hash_of(claim), Flags(nonfinite, code=code))
         with agreement.failing():
             ballot = agreement.send(self._groups, sent, self._calls, claim)
             verdict = ballot.verdict(*ballot.read(backend), self._policy)
@@ -140,5 +140,5 @@ def _require_0d(name: str, x: Array, xp: Namespace, dtype: str, source: str) -> 
     # A kind of the standard: a library may call the dtype itself otherwise.
     if not is_one or not xp.isdtype(x.dtype, dtype if dtype == "bool" else getattr(xp, dtype)):
         kind = f"{dtype} array of the state's library, {library_name(xp)}"
-        msg = f"{name} must be a 0-d {kind}, such as {source} returns, got {type(x).__name__} {shown(x)}"
+        msg = f"{name} must be a 0-d {kind}, such as {source} returns, got {type(x).__name__} {short_repr(x)}"
         raise InvalidTypeError(msg)

@@ -12,16 +12,16 @@ from typing import NamedTuple, TypeAlias
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import Kind, as_0d_array, device, kind_of, narrowed, nonfinite_flag, on
+from gradscale.core.arithmetic import Kind, as_0d_array, device, device_kwargs, kind_of, narrowed, nonfinite_flag
 from gradscale.core.identity import Positions
 from gradscale.core.protocols import Array, Optimizer
-from gradscale.errors import InvalidTypeError, shown, warn_caller
+from gradscale.errors import InvalidTypeError, short_repr, warn_caller
 from gradscale.policies.spikes import SkipSpikes, SpikeState, Window, empty_windows, judge_number, learn_number
 from gradscale.scaler.claim import Reason
 
 SavedWindows: TypeAlias = Sequence[Mapping[str, Window]]
 """The windows of each optimizer by quantity, in the order in which they were first judged."""
-_Put: TypeAlias = Callable[[SpikeState, SpikeState], SpikeState]
+_Write: TypeAlias = Callable[[SpikeState, SpikeState], SpikeState]
 
 # So many optimizers are hardly meant.
 _MANY = 64
@@ -77,7 +77,7 @@ def checked_loss(loss: object, expected: str) -> Array | float:
     if is_loss(loss):
         return loss
     if not isinstance(loss, (int, float)) or isinstance(loss, bool):
-        msg = f"{expected}, got {shown(loss)}"
+        msg = f"{expected}, got {short_repr(loss)}"
         raise InvalidTypeError(msg)
     try:
         return float(loss)
@@ -102,7 +102,7 @@ class Observation(NamedTuple):
 def guard_for(skip: object) -> Guard | None:
     """Return a guard that judges by a rule; None without a rule."""
     if skip is not None and not isinstance(skip, SkipSpikes):
-        msg = f"skip must be a SkipSpikes, such as gradscale.SkipSpikes(deviations=6.0), got {shown(skip)}"
+        msg = f"skip must be a SkipSpikes, such as gradscale.SkipSpikes(deviations=6.0), got {short_repr(skip)}"
         raise InvalidTypeError(msg)
     return None if skip is None else Guard(skip)
 
@@ -150,7 +150,7 @@ class Guard:
         is_spike = xp.astype(as_0d_array(xp, functools.reduce(xp.logical_or, is_known)), xp.int32)
         return Observation(position, values, is_spike, norm is None or self.rule.of == ("loss",))
 
-    def learn(self, observation: Observation, reason: Reason | Array, put: _Put) -> None:
+    def learn(self, observation: Observation, reason: Reason | Array, write: _Write) -> None:
         """Let a window learn from a step, by the reason that the ranks agreed on or its number as a 0-d int32."""
         if isinstance(reason, Reason) and reason > Reason.SPIKE:
             return
@@ -167,7 +167,7 @@ class Guard:
                 learned = self.rule.learn(old, values, skipped=reason == Reason.SPIKE)
             self._learned[observation.window] = observation, learned
         if isinstance(old, SpikeState) and isinstance(learned, SpikeState):
-            learned = put(old, learned)
+            learned = write(old, learned)
         self._windows[observation.window] = learned
         if observation.window == _MANY and last is None:
             # Here, where it may be an error: the other ranks wait for nothing.
@@ -227,15 +227,18 @@ class Guard:
         )
         where = registry.backend_for(like).placement(like)
         return SpikeState(
-            *(xp.asarray(rows, dtype=old.dtype, **on(where)) for rows, old in zip(fields, empty, strict=True))
+            *(
+                xp.asarray(rows, dtype=old.dtype, **device_kwargs(where))
+                for rows, old in zip(fields, empty, strict=True)
+            )
         )
 
-    def load(self, saved: SavedWindows, put: _Put) -> None:
+    def load(self, saved: SavedWindows, write: _Write) -> None:
         """Go on with saved windows, those of optimizers that have been met in the same arrays."""
         self._saved, self.has_judged = [*map(self._trimmed, saved)], False
         empty = [self._trimmed({})] * len(self._windows)
         for index, (old, new) in enumerate(zip(self._windows, [*self._saved, *empty], strict=False)):
-            self._windows[index] = put(old, self._arrays_of(new, old.values)) if isinstance(old, SpikeState) else new
+            self._windows[index] = write(old, self._arrays_of(new, old.values)) if isinstance(old, SpikeState) else new
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rule, self.numbers())
@@ -250,7 +253,7 @@ def windows_from(text: object) -> SavedWindows:
     """Return the windows of a state dict; InvalidValueError or InvalidTypeError for another text than it has."""
     return [
         {
-            name: _window(f"spikes[{index}][{shown(name)}]", one)
+            name: _window(f"spikes[{index}][{short_repr(name)}]", one)
             for name, one in validation.mapping(f"spikes[{index}]", each).items()
         }
         for index, each in enumerate(validation.parse_list("spikes", text))
@@ -261,7 +264,7 @@ def _window(name: str, saved: object) -> Window:
     window, most = validation.mapping(name, saved), validation.LARGEST_FLOAT32
     values = window.get("values")
     if not isinstance(values, list):
-        msg = f"{name}['values'] must be a list of numbers, got {shown(values)}"
+        msg = f"{name}['values'] must be a list of numbers, got {short_repr(values)}"
         raise InvalidTypeError(msg)
     numbers = [validation.number(f"{name}['values']", each, at_least=-most, at_most=most) for each in values]
     return Window(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from gradscale.core.protocols import Array
-from gradscale.errors import InvalidTypeError, shown
+from gradscale.errors import InvalidTypeError, short_repr
 from gradscale.scaler.guard import checked_loss
 
 Batch: TypeAlias = "int | str | Sequence[int | str] | None"
@@ -56,6 +56,9 @@ def _checked_value(name: str, value: Any) -> Array | float | None:
 def _checked_batch(batch: Any) -> Batch:
     parts = batch if isinstance(batch, (list, tuple)) else (batch,)
     if batch is not None and not all(isinstance(one, (int, str)) for one in parts):
-        msg = f"batch must be an int, a string, or a list of these, such as its index or its file, got {shown(batch)}"
+        msg = (
+            f"batch must be an int, a string, or a list of these, such as its index or its file, got "
+            f"{short_repr(batch)}"
+        )
         raise InvalidTypeError(msg)
     return tuple(batch) if isinstance(batch, list) else batch

@@ -1,4 +1,4 @@
-"""Iteration: the calls between two updates, for all optimizers; Turn: how far one of them has come in it."""
+"""Iteration: the calls between two updates, for all optimizers; Progress: how far one of them has come in it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, NoReturn
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.arithmetic import is_floating
-from gradscale.core.gradients import Collected, Found, GivenNorm, Listed, Request, named_gradients, no_optimizer
+from gradscale.core.gradients import Collected, Findings, GivenNorm, Listed, Request, named_gradients, no_optimizer
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.snapshot import Snapshot
 from gradscale.core.summaries import sum_of_bits
-from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, shown
+from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, short_repr
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
-from gradscale.scaler.claim import Call, Claim, Flags, LossFault, Presence, Reason, Verdict
+from gradscale.scaler.claim import Claim, Flags, LossFault, Presence, Purpose, Reason, Verdict
 from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.guard import Guard, Losses, Observation, beside, is_nonfinite, value_of
 from gradscale.scaler.inputs import StepInputs
@@ -31,7 +31,7 @@ from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
 from gradscale.scaler.scale import CurrentScale, Saved, checked_scale, copied
 from gradscale.scaler.stall import Tally
-from gradscale.scaler.verdict import Pending
+from gradscale.scaler.verdict import PendingVerdict
 
 _ORDER = "The right order: scale(loss), backward pass, unscale_(optimizer) if wanted, step(optimizer), update()"
 
@@ -82,7 +82,7 @@ class Stage(enum.Enum):
     STEPPED = 2
 
 
-class Turn:
+class Progress:
     """How far one optimizer has come in an iteration. It keeps neither the optimizer nor its gradients.
 
     ``owner``: returns the optimizer, or None if it is gone; if only its ``id()`` is known, it is None. ``by_closure``:
@@ -92,12 +92,12 @@ class Turn:
     made; ``is_overtaken``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
     ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank wants no step, if
     so. ``inputs``: what the program says of the step. ``code``: this rank's spike or refusal, as
-    :func:`claim.reason_code`, or 0; ``Pending`` adds an overflow.
+    :func:`claim.reason_code`, or 0; ``PendingVerdict`` adds an overflow.
     """
 
     owner: Callable[[], Optimizer | None] | None = None
     stage = Stage.READY
-    pending: Pending | None = None
+    pending: PendingVerdict | None = None
     verdict: Verdict | None = None
     left_out: Verdict | None = None
     by_closure = has_begun_to_step = is_declined = has_failed = is_overtaken = False
@@ -144,7 +144,7 @@ class MicroBatches(NamedTuple):
 
 
 class Iteration:
-    """The calls between two updates. No part, turn or verdict keeps it alive.
+    """The calls between two updates. No part, progress or verdict keeps it alive.
 
     ``state`` is the one that outputs were scaled with last, and that gradients are divided by. ``lowered`` is the state
     after the backoffs of closures. ``steps_before`` counts the steps of all iterations, of which it forgets those
@@ -170,15 +170,15 @@ class Iteration:
         # With the position of the optimizer's streak.
         self.steps: list[tuple[StepReport, int | None]] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
-        self.turns: list[Turn] = []
-        self._by_id: dict[int, Turn] = {}
+        self.progresses: list[Progress] = []
+        self._by_id: dict[int, Progress] = {}
         # Over groups, in the order of their messages.
-        self._sent: list[Pending] = []
+        self._sent: list[PendingVerdict] = []
 
     # Turns.
 
-    def turn_of(self, optimizer: Optimizer) -> Turn:
-        """Return an optimizer's turn; after a failed agreement, raise its error again.
+    def progress_of(self, optimizer: Optimizer) -> Progress:
+        """Return an optimizer's progress; after a failed agreement, raise its error again.
 
         CallOrderError after an update that was interrupted.
         """
@@ -186,29 +186,29 @@ class Iteration:
             raise self.agreement.failure
         if self._before is not None:
             self.wrong_order("update() was interrupted, and may have adapted the state: call it again first")
-        turn = self._by_id.get(id(optimizer))
-        if turn is None or (turn.owner is not None and turn.owner() is None):
-            turn = self._begin_turn(id(optimizer))
-        if turn.owner is None:
+        progress = self._by_id.get(id(optimizer))
+        if progress is None or (progress.owner is not None and progress.owner() is None):
+            progress = self._begin_progress(id(optimizer))
+        if progress.owner is None:
             try:
-                turn.owner = weakref.ref(optimizer)
+                progress.owner = weakref.ref(optimizer)
             except TypeError:
-                turn.owner = lambda: optimizer
-        return turn
+                progress.owner = lambda: optimizer
+        return progress
 
-    def turn_at(self, identity: int) -> Turn:
-        """Return the turn of the optimizer with this ``id()``, which need not have been met in this iteration."""
-        return self.by_id(identity) or self._begin_turn(identity)
+    def progress_at(self, identity: int) -> Progress:
+        """Return the progress of the optimizer with this ``id()``, which need not have been met in this iteration."""
+        return self.by_id(identity) or self._begin_progress(identity)
 
-    def _begin_turn(self, identity: int) -> Turn:
-        turn = self._by_id[identity] = Turn()
-        self.turns.append(turn)
-        return turn
+    def _begin_progress(self, identity: int) -> Progress:
+        progress = self._by_id[identity] = Progress()
+        self.progresses.append(progress)
+        return progress
 
-    def by_id(self, identity: int) -> Turn | None:
-        """Return the turn of the optimizer with this ``id()``; None if it was not met in this iteration."""
-        turn = self._by_id.get(identity)
-        return None if turn is None or (turn.owner is not None and turn.owner() is None) else turn
+    def by_id(self, identity: int) -> Progress | None:
+        """Return the progress of the optimizer with this ``id()``; None if it was not met in this iteration."""
+        progress = self._by_id.get(identity)
+        return None if progress is None or (progress.owner is not None and progress.owner() is None) else progress
 
     def ids(self) -> list[int]:
         """Return the ``id()`` of each optimizer met in this iteration."""
@@ -216,7 +216,7 @@ class Iteration:
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that were met in this iteration and are alive."""
-        return [one for turn in self._by_id.values() if turn.owner and (one := turn.owner()) is not None]
+        return [one for progress in self._by_id.values() if progress.owner and (one := progress.owner()) is not None]
 
     def begin_anew(self, number: int, steps: int) -> Iteration:
         """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved.
@@ -239,26 +239,26 @@ class Iteration:
         return following
 
     def forget(self, identity: int | None = None) -> None:
-        """Let the optimizer with this ``id()``, or each, begin its turn again; agreements under way are finished first.
+        """Let the optimizer with this ``id()``, or each, begin again; agreements under way are finished first.
 
-        KeyError for an optimizer without a turn.
+        KeyError for an optimizer that was not met.
         """
         self.read_verdicts()
         if identity is None:
-            self._by_id, self.turns = {}, []
+            self._by_id, self.progresses = {}, []
         else:
-            self.turns.remove(self._by_id.pop(identity))
+            self.progresses.remove(self._by_id.pop(identity))
 
     def go_on_from(self, ended: Iteration) -> None:
         """Go on with the loss of the iteration before, for other optimizers, and with refusals of steps to come."""
         if ended.losses.number or ended.micro.kept or ended.micro.dropped:
-            stepped = frozenset(i for i, turn in ended._by_id.items() if turn.stage is Stage.STEPPED)
+            stepped = frozenset(i for i, progress in ended._by_id.items() if progress.stage is Stage.STEPPED)
             self.losses = ended.losses.of_others(stepped)
             self.micro = ended.micro._replace(stepped=ended.micro.stepped | stepped)
-        for turn in ended.turns:
-            optimizer = turn.owner() if turn.owner is not None and turn.stage is Stage.READY else None
+        for progress in ended.progresses:
+            optimizer = progress.owner() if progress.owner is not None and progress.stage is Stage.READY else None
             if optimizer is not None:
-                self.turn_of(optimizer).refused = turn.refused
+                self.progress_of(optimizer).refused = progress.refused
 
     def look(self, losses: Iterable[Array | float]) -> None:
         """Look at losses, whose mean the guard judges the next optimizer by."""
@@ -283,8 +283,8 @@ class Iteration:
             self.state = state
         current.is_fresh = current.is_unused = current.is_given_up = False
         self.scaled = True
-        for turn in self.turns:
-            turn.is_overtaken |= turn.has_failed
+        for progress in self.progresses:
+            progress.is_overtaken |= progress.has_failed
         return products
 
     def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
@@ -322,37 +322,37 @@ class Iteration:
 
     # An optimizer's way.
 
-    def begin_unscale(self, optimizer: Optimizer) -> Turn:
-        """Return an optimizer's turn; CallOrderError if it was unscaled or stepped already."""
-        turn = self.turn_of(optimizer)
-        if turn.stage is Stage.UNSCALED:
-            self.wrong_order(_INCOMPLETE if turn.is_incomplete else f"unscale_() has already been called {_SINCE}")
-        if turn.stage is Stage.STEPPED:
+    def begin_unscale(self, optimizer: Optimizer) -> Progress:
+        """Return an optimizer's progress; CallOrderError if it was unscaled or stepped already."""
+        progress = self.progress_of(optimizer)
+        if progress.stage is Stage.UNSCALED:
+            self.wrong_order(_INCOMPLETE if progress.is_incomplete else f"unscale_() has already been called {_SINCE}")
+        if progress.stage is Stage.STEPPED:
             self.wrong_order(f"unscale_() is being called after step() {_SINCE}")
-        turn.has_failed = turn.has_failed and self.is_inside_closure
+        progress.has_failed = progress.has_failed and self.is_inside_closure
         if self.reports.under_way:
             self.check_late_verdicts()
-        return turn
+        return progress
 
-    def begin_step(self, optimizer: Optimizer, *, by_closure: bool) -> Turn:
-        """Return an optimizer's turn; CallOrderError if it was stepped already, InvalidTypeError if it cannot be."""
+    def begin_step(self, optimizer: Optimizer, *, by_closure: bool) -> Progress:
+        """Return an optimizer's progress; CallOrderError if it was stepped, InvalidTypeError if it cannot be."""
         _require_step(optimizer)
-        turn = self.turn_of(optimizer)
-        if turn.stage is Stage.STEPPED:
+        progress = self.progress_of(optimizer)
+        if progress.stage is Stage.STEPPED:
             self.wrong_order(f"step() has already been called {_SINCE}")
-        if turn.is_overtaken and turn.stage is Stage.UNSCALED and not by_closure:
+        if progress.is_overtaken and progress.stage is Stage.UNSCALED and not by_closure:
             self.wrong_order(
                 "step() of this optimizer has failed, and a loss was scaled since, whose gradients nothing would "
                 "divide: end the iteration with update(get_scale()), or load a state dict, and make new gradients"
             )
-        if turn.stage is Stage.READY and self.reports.under_way:
+        if progress.stage is Stage.READY and self.reports.under_way:
             self.check_late_verdicts()
-        return turn
+        return progress
 
-    def take_inputs(self, turn: Turn, inputs: StepInputs, *, has_closure: bool) -> None:
+    def take_inputs(self, progress: Progress, inputs: StepInputs, *, has_closure: bool) -> None:
         """Judge an optimizer by what the program says of its step."""
         loss, norm, _ = inputs
-        is_unscaled = turn.stage is Stage.UNSCALED
+        is_unscaled = progress.stage is Stage.UNSCALED
         if has_closure and (loss is not None or norm is not None):
             msg = "step() with a closure takes no loss= and no norm=: scale() is given the loss of each evaluation"
             raise InvalidValueError(msg)
@@ -363,25 +363,25 @@ class Iteration:
             self.wrong_order(
                 "step(norm=) needs the norm of unscaled gradients: call unscale_() before they are clipped"
             )
-        if is_unscaled and turn.inputs is None:
+        if is_unscaled and progress.inputs is None:
             if norm is None and loss is not None:
                 self.wrong_order(
                     "step(loss=) was called after unscale_(), which has judged the step: give scale() loss="
                 )
             if (
-                turn.pending is not None
+                progress.pending is not None
                 and norm is not None
-                and not (turn.pending.groups and self.verdict(turn).reason)
+                and not (progress.pending.groups and self.verdict(progress).reason)
             ):
                 # Its norm judges the gradients once more.
-                turn.stage = Stage.READY
+                progress.stage = Stage.READY
         elif is_unscaled:
             # The step has failed, and judges nothing again.
             return
         if loss is not None:
             self.losses = Losses()
             self.look([loss])
-        turn.inputs = inputs
+        progress.inputs = inputs
 
     def keeps(self, owner: object, loss: Array | float) -> bool:
         """Tell whether the loss of a micro-batch is finite on all ranks, and count it: one message and one read."""
@@ -393,15 +393,15 @@ class Iteration:
         if not groups:
             is_kept = math.isfinite(float(value))
         else:
-            for turn in self.turns:
-                if turn.pending is not None and turn.pending.is_unread:
-                    self.verdict(turn)
+            for progress in self.progresses:
+                if progress.pending is not None and progress.pending.is_unread:
+                    self.verdict(progress)
             state = self.in_force(lambda: loss if is_array_api_obj(loss) else None)
-            claim = self.next_claim(groups, owner, call=Call.MICRO_BATCH)
+            claim = self.next_claim(groups, owner, call=Purpose.MICRO_BATCH)
             code = is_nonfinite(value, state.scale) * claims.reason_code(
                 Reason.OVERFLOW, agreement.rank(), LossFault.NONFINITE
             )
-            sent = claims.of_arrays(
+            sent = claims.pack_arrays(
                 current.state_adapter, current.policy, state, claims.hash_of(claim), Flags(0, code=code)
             )
             with agreement.failing():
@@ -451,34 +451,34 @@ class Iteration:
 
     def unscale(
         self,
-        turn: Turn,
+        progress: Progress,
         optimizer: Optimizer,
         request: Request | None = None,
         *,
         divides: bool = True,
-        is_look: bool = False,
+        is_framework_check: bool = False,
     ) -> Array | float | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
 
-        Without a request it is the step that unscales, or has the optimizer do so if not ``divides``. ``is_look``: a
-        framework judges them outside of ``unscale_`` and ``step``, which come later.
+        Without a request it is the step that unscales, or has the optimizer do so if not ``divides``.
+        ``is_framework_check``: a framework judges them outside of ``unscale_`` and ``step``, which come later.
         """
-        if turn.by_closure and not self.is_inside_closure:
+        if progress.by_closure and not self.is_inside_closure:
             self.wrong_order(
                 "a closure of this optimizer has failed, so that its gradients cannot be used: call step() with a "
                 "closure again, or end the iteration with update(get_scale()) and make new gradients"
             )
         current, agreement, micro = self.current, self.agreement, self.micro.of(optimizer)
         groups = () if agreement.is_alone else agreement.usable_groups()
-        if turn.stage is Stage.READY and micro.dropped and not micro.kept:
-            turn.refused = turn.refused or Reason.REFUSED
+        if progress.stage is Stage.READY and micro.dropped and not micro.kept:
+            progress.refused = progress.refused or Reason.REFUSED
         try:
             if request is None:
                 request = UNSCALING if divides else _JUDGING
                 if self.parts.clipping.max_norm is not None:
                     is_read = divides and not groups and current.adapter.reads_verdict(optimizer)
                     request = self.request(optimizer, self.parts.clipping)._replace(divides=divides, is_read=is_read)
-            norm = None if turn.inputs is None else turn.inputs.norm
+            norm = None if progress.inputs is None else progress.inputs.norm
             gradients = self._collected(optimizer, request, norm)
             is_averaged = len(groups) > 0 and not gradients.groups and self.parts.clipping.norm_over != "group"
             checksum = self._checksum(optimizer) if micro.dropped and is_averaged else ""
@@ -491,29 +491,29 @@ class Iteration:
                 "keeps() has dropped the last micro-batch of DTensor gradients, and whether it was the one that "
                 "reduces them cannot be seen: guard such a loop without keeps()"
             )
-        not_scaled = None if self.scaled else self._never_scaled(turn, optimizer, groups)
+        not_scaled = None if self.scaled else self._never_scaled(progress, optimizer, groups)
         if not_scaled is Presence.SOME and not groups:
-            self._forbid_unscaled(turn)
+            self._forbid_unscaled(progress)
         state = self._closure_state or self.state or current.state or self.in_force(lambda: gradients.like)
         is_unscaled = not (
-            self.scaled or not_scaled or turn.refused or current.adapter.is_replayed or current.is_one(state)
+            self.scaled or not_scaled or progress.refused or current.adapter.is_replayed or current.is_one(state)
         )
         has_norm = request.max_norm is not None or norm is not None
-        has_values = is_look or self._has_values(turn, optimizer, has_norm=has_norm)
+        has_values = is_framework_check or self._has_values(progress, optimizer, has_norm=has_norm)
         if not groups:
             # Over a group another rank may have the loss.
             if is_unscaled:
                 self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
-            if not turn.refused:
+            if not progress.refused:
                 self._note_values(has_values=has_values)
-        before = turn.stage, turn.pending
-        turn.stage, turn.pending, turn.is_overtaken = Stage.UNSCALED, None, False
+        before = progress.stage, progress.pending
+        progress.stage, progress.pending, progress.is_overtaken = Stage.UNSCALED, None, False
         try:
             found = gradients.unscale(current, state)
         except BaseException as error:
             # After a failure some gradients may be divided already, but not if they cannot be or in a second look.
             if not gradients.is_touched:
-                turn.stage, turn.pending = before
+                progress.stage, progress.pending = before
             # An exchange of norms has told them.
             if isinstance(error, Exception) and not isinstance(error, OF_ALL_RANKS):
                 self._tell_of_failure(optimizer)
@@ -521,16 +521,16 @@ class Iteration:
         try:
             late: tuple[Array | float | None, bool] = None, False
             # If gradients are judged a second time their norm is not known any longer.
-            if (self.guard is not None or turn.inputs is not None) and before[0] is Stage.READY:
+            if (self.guard is not None or progress.inputs is not None) and before[0] is Stage.READY:
                 is_read = not groups and current.adapter.reads_verdict(optimizer)
-                late = self._judge(turn, optimizer, found, state, is_read=is_read)
-            if turn.refused:
-                turn.code = claims.reason_code(turn.refused, agreement.rank())
+                late = self._judge(progress, optimizer, found, state, is_read=is_read)
+            if progress.refused:
+                progress.code = claims.reason_code(progress.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
             if claim is not None and checksum:
                 claim = claim._replace(checksum=checksum)
             scaled, is_last = (not_scaled, is_unscaled), self.tally.is_last_chance(optimizer) and len(groups) > 0
-            turn.pending = Pending(
+            progress.pending = PendingVerdict(
                 current,
                 agreement,
                 found,
@@ -538,34 +538,34 @@ class Iteration:
                 groups,
                 claim,
                 self.number,
-                turn.code,
+                progress.code,
                 *scaled,
                 *late,
                 is_last,
                 has_values,
             )
             if groups:
-                self._sent.append(turn.pending)
+                self._sent.append(progress.pending)
         except Exception as error:
             if isinstance(error, GradscaleError):
                 agreement.fail(error)
             else:
                 self._tell_of_failure(optimizer)
             raise
-        if groups and not_scaled is not None and self.verdict(turn).reason is Reason.NOT_SCALED:
+        if groups and not_scaled is not None and self.verdict(progress).reason is Reason.NOT_SCALED:
             # As in a pipeline, another rank may have the loss.
-            turn.stage, turn.pending = Stage.READY, None
-            self._forbid_unscaled(turn, " on any rank")
+            progress.stage, progress.pending = Stage.READY, None
+            self._forbid_unscaled(progress, " on any rank")
         if found.narrow:
             self.mistakes.warn_of_half(type(optimizer).__name__, found.narrow)
         return found.norm
 
-    def _has_values(self, turn: Turn, optimizer: Optimizer, *, has_norm: bool) -> bool:
+    def _has_values(self, progress: Progress, optimizer: Optimizer, *, has_norm: bool) -> bool:
         """Tell whether the rule for spikes has a value to judge on this rank, or needs none."""
         if self.guard is None:
             return True
         is_own = id(optimizer) not in self.losses.judged
-        if turn.refused or turn.has_begun_to_step or (self.losses.is_used and is_own):
+        if progress.refused or progress.has_begun_to_step or (self.losses.is_used and is_own):
             return True
         known = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
         return any(known[name] for name in self.guard.rule.of)
@@ -591,8 +591,8 @@ class Iteration:
             value_of(norm), lambda: adapter.collect(optimizer, self._listed, UNSCALING).like, groups, is_read=is_read
         )
 
-    def _forbid_unscaled(self, turn: Turn, where: str = "") -> NoReturn:
-        if turn.by_closure:
+    def _forbid_unscaled(self, progress: Progress, where: str = "") -> NoReturn:
+        if progress.by_closure:
             self.wrong_order(
                 f"the closure of step() has not called scale(){where}: make the backward pass of scaler.scale(loss) in "
                 f"each of its evaluations; or make it before, and call step(optimizer) without the closure"
@@ -600,10 +600,10 @@ class Iteration:
         since = " since a state was loaded, or a scale or a group set" if self.current.is_known else ""
         self.wrong_order(f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)")
 
-    def _never_scaled(self, turn: Turn, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
+    def _never_scaled(self, progress: Progress, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
         """Look at the gradients of a loss that this rank has not scaled: a host read for each. None for others."""
         current = self.current
-        if turn.refused or current.adapter.is_replayed or not (current.is_fresh or turn.by_closure):
+        if progress.refused or current.adapter.is_replayed or not (current.is_fresh or progress.by_closure):
             return None
         # Nothing has to be divided.
         is_one = self._closure_state is None and current.scale() == 1.0 and (len(groups) > 0 or current.is_known)
@@ -618,57 +618,59 @@ class Iteration:
         found = [current.backend_for(one).read_summaries([one])[0][0] for one in arrays]
         if all(one.zeros == one.size for one in found):
             return Presence.ZEROS
-        return Presence.SOME if current.is_unused or turn.by_closure else None
+        return Presence.SOME if current.is_unused or progress.by_closure else None
 
     def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
         """Let no rank make the coming step of an optimizer."""
         _require_step(optimizer)
-        turn = self.turn_of(optimizer)
-        if turn.stage is Stage.STEPPED:
+        progress = self.progress_of(optimizer)
+        if progress.stage is Stage.STEPPED:
             self.wrong_order(f"refuse() is being called after step() {_SINCE}")
         # In a closure an evaluation before may have left its verdict.
-        pending = turn.pending if turn.stage is Stage.UNSCALED else None
+        pending = progress.pending if progress.stage is Stage.UNSCALED else None
         if pending is not None and pending.groups:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
-        turn.refused = reason
+        progress.refused = reason
         if pending is not None:
-            turn.code = claims.reason_code(reason, self.agreement.rank())
-            pending.refuse(turn.code)
+            progress.code = claims.reason_code(reason, self.agreement.rank())
+            pending.refuse(progress.code)
 
     def _judge(
-        self, turn: Turn, optimizer: Optimizer, found: Found, state: ScaleState, *, is_read: bool
+        self, progress: Progress, optimizer: Optimizer, found: Findings, state: ScaleState, *, is_read: bool
     ) -> tuple[Array | float | None, bool]:
         """Judge the loss and the norm; return the loss, and whether that is left to when the host has read them."""
         backend, norm = self.current.state_adapter, found.norm
         # The losses are this optimizer's, whether it is judged by them or not.
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
-        turn.code, known = 0, None if is_array_api_obj(loss) else loss
-        if turn.has_begun_to_step:
+        progress.code, known = 0, None if is_array_api_obj(loss) else loss
+        if progress.has_begun_to_step:
             return known, False
         if norm is not None and not isinstance(norm, float):
             (norm,) = backend.peek((norm,)) or (norm,)
         is_unknown = is_array_api_obj(loss) or is_array_api_obj(norm) or (norm is None and found.deferred is not None)
         if is_unknown and is_read and backend.bits(state.scale) is not None:
             return beside(loss, state.scale) if is_array_api_obj(loss) else loss, True
-        self._observe(turn, optimizer, loss, norm, state)
+        self._observe(progress, optimizer, loss, norm, state)
         return known, False
 
-    def _observe(self, turn: Turn, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
+    def _observe(self, progress: Progress, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
         """Set the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # Also if the step is refused, so that windows are in one order in each run.
-        seen = turn.observation = None if self.guard is None else self.guard.judge(optimizer, loss, norm, state.scale)
-        if turn.refused:
+        seen = progress.observation = (
+            None if self.guard is None else self.guard.judge(optimizer, loss, norm, state.scale)
+        )
+        if progress.refused:
             return
         code = functools.partial(claims.reason_code, Reason.SPIKE, self.agreement.rank())
         if seen is not None and self.guard is not None:
             # Its reason is 0 or Reason.SPIKE, which is 1.
             fault, reason = claims.fault_of(loss) or LossFault(seen.is_loss), Reason(self.guard.rule.act)
-            turn.code = seen.reason * claims.reason_code(reason, self.agreement.rank(), fault)
-        if turn.inputs is not None and turn.inputs.loss is not None:
+            progress.code = seen.reason * claims.reason_code(reason, self.agreement.rank(), fault)
+        if progress.inputs is not None and progress.inputs.loss is not None:
             bad: Any = is_nonfinite(loss, state.scale) * code(LossFault.NONFINITE)
             # MLX has no operators with a number on the left.
-            turn.code = bad | turn.code if is_array_api_obj(bad) else turn.code | bad
+            progress.code = bad | progress.code if is_array_api_obj(bad) else progress.code | bad
 
     def _tell_of_failure(self, optimizer: Optimizer) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
@@ -686,22 +688,22 @@ class Iteration:
                 return None
 
             scale = self.in_force(like).scale
-            sent = current.state_adapter.integers(claims.failure(claims.hash_of(claim), agreement.rank()), scale)
+            sent = current.state_adapter.integers(claims.pack_failure(claims.hash_of(claim), agreement.rank()), scale)
             with agreement.failing():
                 ballot = agreement.send(groups, sent, self.number, claim)
                 ballot.verdict(*ballot.read(current.state_adapter), current.policy)
 
-    def verdict(self, turn: Turn) -> Verdict:
+    def verdict(self, progress: Progress) -> Verdict:
         """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step."""
-        pending = turn.pending
+        pending = progress.pending
         if self.agreement.failure is not None:
             raise self.agreement.failure
         if pending is None or (pending.is_placeholder and not pending.is_begun):
             self.wrong_order(_INCOMPLETE)
         if pending.is_placeholder and self.guard is not None:
             self._note_values(has_values=False)
-        if pending.is_placeholder and turn.refused:
-            pending.refuse(claims.reason_code(turn.refused, self.agreement.rank()))
+        if pending.is_placeholder and progress.refused:
+            pending.refuse(claims.reason_code(progress.refused, self.agreement.rank()))
         try:
             # Those that were sent before it first: a rank that could not unscale has sent no more messages.
             while pending.is_unread and self._sent and self._sent[0] is not pending:
@@ -709,11 +711,11 @@ class Iteration:
                     self._sent[0].read()
                 del self._sent[0]
             verdict = (pending.known if pending.override is None else None) or pending.read()
-            optimizer = turn.owner() if pending.is_judged_late and turn.owner is not None else None
+            optimizer = progress.owner() if pending.is_judged_late and progress.owner is not None else None
             if optimizer is not None:
-                self._observe(turn, optimizer, pending.loss, pending.norm, pending.state)
-                if isinstance(turn.code, int) and turn.code:
-                    pending.refuse(turn.code)
+                self._observe(progress, optimizer, pending.loss, pending.norm, pending.state)
+                if isinstance(progress.code, int) and progress.code:
+                    pending.refuse(progress.code)
                 # Last, so that a step after Ctrl-C judges again.
                 pending.is_judged_late = False
                 verdict = pending.read()
@@ -738,49 +740,49 @@ class Iteration:
                 f"call unscale_(optimizer), and clip the gradients by a norm of your own"
             )
             raise InvalidValueError(msg)
-        claim = functools.partial(self.next_claim, groups, optimizer, clipping.max_norm, Call.NORM)
+        claim = functools.partial(self.next_claim, groups, optimizer, clipping.max_norm, Purpose.NORM)
         return Request(clipping.max_norm, Exchange(agreement, current, groups[0], claim))
 
-    def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
+    def verdict_for_step(self, progress: Progress, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
-        if turn.stage is Stage.READY and self._has_no_array(turn, optimizer):
-            self._tell_of_no_gradients(turn, optimizer, 1.0)
+        if progress.stage is Stage.READY and self._has_no_array(progress, optimizer):
+            self._tell_of_no_gradients(progress, optimizer, 1.0)
             return Verdict(Reason.NO_GRADIENTS, None, 0, 0, at_min_scale=False, scale=1.0)
-        if turn.stage is Stage.READY:
-            self.unscale(turn, optimizer)
-        if turn.refused:
-            self.forbid_untold_refusal(turn, optimizer)
-        verdict = self.verdict(turn)
-        pending = turn.pending
+        if progress.stage is Stage.READY:
+            self.unscale(progress, optimizer)
+        if progress.refused:
+            self.forbid_untold_refusal(progress, optimizer)
+        verdict = self.verdict(progress)
+        pending = progress.pending
         if pending is not None and pending.found.deferred is not None:
             # Until it is done, gradients may be divided in part.
-            turn.pending = None
+            progress.pending = None
             if not verdict.reason:
                 pending.found.deferred.finish()
             is_scaled = pending.found.is_scaled and verdict.reason > 0
-            pending.found, turn.pending = pending.found._replace(is_scaled=is_scaled, deferred=None), pending
+            pending.found, progress.pending = pending.found._replace(is_scaled=is_scaled, deferred=None), pending
         if verdict.reason is Reason.NO_GRADIENTS:
-            self._tell_of_no_gradients(turn, optimizer, verdict.scale)
+            self._tell_of_no_gradients(progress, optimizer, verdict.scale)
         elif pending is not None and pending.groups and verdict.reason is not Reason.REFUSED:
             try:
                 self._note_values(has_values=not verdict.lacks_values)
             except InvalidValueError:
-                turn.stage, turn.pending, self.losses = Stage.READY, None, Losses()
+                progress.stage, progress.pending, self.losses = Stage.READY, None, Losses()
                 raise
         return verdict
 
-    def _has_no_array(self, turn: Turn, optimizer: Optimizer) -> bool:
+    def _has_no_array(self, progress: Progress, optimizer: Optimizer) -> bool:
         """Tell whether a guard's first step has no gradient, beside which a state could be made, and asks no rank."""
         is_first = self.state is None and self.current.state is None
-        if not (self.parts.is_guard and is_first) or turn.refused or turn.by_closure:
+        if not (self.parts.is_guard and is_first) or progress.refused or progress.by_closure:
             return False
         groups = self.groups_for(optimizer)
         return not groups and self.current.adapter.collect(optimizer, self._listed, UNSCALING).like is None
 
-    def _tell_of_no_gradients(self, turn: Turn, optimizer: Optimizer, scale: float) -> None:
+    def _tell_of_no_gradients(self, progress: Progress, optimizer: Optimizer, scale: float) -> None:
         """Report a step without gradients: of a guard it does nothing, and else it is CallOrderError."""
-        # The optimizer can begin its turn again.
-        turn.stage, turn.pending = Stage.READY, None
+        # The optimizer can begin again.
+        progress.stage, progress.pending = Stage.READY, None
         self.reports.record(optimizer, StepReport(True, scale, 0, "no gradients", self.number))
         ranks = "" if self.agreement.is_alone else " on any rank"
         what = (
@@ -796,21 +798,21 @@ class Iteration:
             self.micro, self._marks, self.losses = MicroBatches(), (), Losses()
         self.mistakes.warn_of_no_gradients(what)
 
-    def forbid_untold_refusal(self, turn: Turn, optimizer: Optimizer) -> None:
+    def forbid_untold_refusal(self, progress: Progress, optimizer: Optimizer) -> None:
         """Raise CallOrderError for a refusal that no message tells the other ranks."""
-        if turn.pending is not None and turn.pending.is_placeholder and self.groups_for(optimizer):
+        if progress.pending is not None and progress.pending.is_placeholder and self.groups_for(optimizer):
             self.wrong_order(
                 "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
                 "message tells the other ranks: let the framework's own flags skip the step on all ranks"
             )
 
-    def decline(self, turn: Turn, verdict: Verdict | None) -> Verdict:
+    def decline(self, progress: Progress, verdict: Verdict | None) -> Verdict:
         """Return the verdict on a step that the optimizer was called for and has not made; the scale stays as it is."""
-        found = verdict or self.verdict(turn)
-        if not found.reason and turn.pending is not None:
+        found = verdict or self.verdict(progress)
+        if not found.reason and progress.pending is not None:
             found = found._replace(reason=Reason.REFUSED, by=self.agreement.rank(), by_loss=False, saw=True)
-            turn.is_declined = True
-            turn.pending.known, turn.pending.override, turn.pending.is_late = found, None, False
+            progress.is_declined = True
+            progress.pending.known, progress.pending.override, progress.pending.is_late = found, None, False
         return found
 
     # The end of the iteration.
@@ -825,8 +827,8 @@ class Iteration:
         current = self.current
         if self.agreement.failure is not None:
             raise self.agreement.failure
-        for turn in self.turns:
-            is_left = turn.refused and turn.stage is Stage.READY and new_scale is None
+        for progress in self.progresses:
+            is_left = progress.refused and progress.stage is Stage.READY and new_scale is None
             if is_left and not (self.parts.is_guard and self.is_over):
                 self.wrong_order(
                     "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
@@ -841,10 +843,10 @@ class Iteration:
         is_at_min = wanted is None and any(map(_at_min_scale, verdicts))
         underflow = self._underflow(pending, verdicts) if is_at_min else None
         if self.guard is not None:
-            for turn in self.turns:
+            for progress in self.progresses:
                 # A window learns from no gradients that were only looked at, or that the user has stepped with.
-                if turn.is_over and turn.observation is not None and turn.pending is not None:
-                    self.guard.learn(turn.observation, turn.pending.reason(), current.state_adapter.put)
+                if progress.is_over and progress.observation is not None and progress.pending is not None:
+                    self.guard.learn(progress.observation, progress.pending.reason(), current.state_adapter.write_into)
         if self.parts.snapshots:
             self._hold()
         # Last, since Ctrl-C after it would let the next update adapt the state again.
@@ -858,11 +860,13 @@ class Iteration:
 
     def _hold(self) -> None:
         """Copy what is held if each step was made, or else put it back; on a device if the host does not know."""
-        begun = [turn for turn in self.turns if turn.stage is not Stage.READY]
+        begun = [progress for progress in self.progresses if progress.stage is not Stage.READY]
         if not begun:
             return
-        is_made = all(turn.is_made for turn in begun)
-        late = [turn.pending.skips() for turn in begun if turn.verdict is None and turn.pending is not None]
+        is_made = all(progress.is_made for progress in begun)
+        late = [
+            progress.pending.skips() for progress in begun if progress.verdict is None and progress.pending is not None
+        ]
         skips = [one for one in late if not isinstance(one, bool)] if is_made else []
         for snapshot in self.parts.snapshots:
             if not snapshot.takes_flags:
@@ -876,7 +880,7 @@ class Iteration:
                 snapshot.restore(skips if is_made else ())
 
     def _report(
-        self, pending: Sequence[Pending], verdicts: Sequence[Verdict], wanted: float | None
+        self, pending: Sequence[PendingVerdict], verdicts: Sequence[Verdict], wanted: float | None
     ) -> Callable[[], UpdateReport]:
         """Return a function that makes the report of the update once the state is adapted."""
         current, steps = self.current, [step for step, _ in self.steps]
@@ -895,7 +899,7 @@ class Iteration:
 
         return report
 
-    def _underflow(self, pending: Sequence[Pending], verdicts: Sequence[Verdict]) -> ScaleUnderflowError | None:
+    def _underflow(self, pending: Sequence[PendingVerdict], verdicts: Sequence[Verdict]) -> ScaleUnderflowError | None:
         # If a policy raises, no verdict is late. A closure may have tried the lowest scale, and the update does not.
         for one, verdict in zip(pending, verdicts, strict=False):
             if verdict.at_min_scale and verdict.nonfinite and one.state is (self.state or self.current.state):
@@ -904,11 +908,11 @@ class Iteration:
                     f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
                     f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
                     f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
-                    f"{shown(self.current.policy)}"
+                    f"{short_repr(self.current.policy)}"
                 )
         return None
 
-    def _adapt(self, pending: Sequence[Pending]) -> None:
+    def _adapt(self, pending: Sequence[PendingVerdict]) -> None:
         counts: list[Array | int] = []
         held: list[Array | bool] = []
         for one in pending:
@@ -926,19 +930,19 @@ class Iteration:
                 self.current.restore(self._before)
             self.current.advance(counts, held if len(held) == len(counts) else (), self._before)
 
-    def read_verdicts(self) -> tuple[list[Pending], list[Verdict]]:
+    def read_verdicts(self) -> tuple[list[PendingVerdict], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""
         pending, verdicts = [], []
-        for turn in self.turns:
-            one = turn.pending
+        for progress in self.progresses:
+            one = progress.pending
             if one is not None and (not one.is_placeholder or one.is_begun):
-                verdict = None if one.is_late else turn.verdict or self.verdict(turn)
+                verdict = None if one.is_late else progress.verdict or self.verdict(progress)
                 if verdict is not None and verdict.reason is Reason.NO_GRADIENTS:
                     continue
                 pending.append(one)
                 if verdict is not None:
                     verdicts.append(verdict)
-                    turn.left_out = verdict if verdict.reason and turn.stage is Stage.UNSCALED else None
+                    progress.left_out = verdict if verdict.reason and progress.stage is Stage.UNSCALED else None
         return pending, verdicts
 
     # Messages.
@@ -958,15 +962,15 @@ class Iteration:
         groups: Sequence[Collectives],
         optimizer: object,
         max_norm: float | None = None,
-        call: Call = Call.STEP,
+        call: Purpose = Purpose.STEP,
         index: int = 0,
     ) -> Claim:
         """Return the claim of the next message of this iteration; each call counts as a message."""
         self._messages += 1
         agreement = self.agreement
-        met = agreement.met(optimizer)
+        met = agreement.known_optimizer(optimizer)
         # Norms and diagnoses do not depend on the policy and the steps, which the step's own message compares.
-        is_step = call is Call.STEP
+        is_step = call is Purpose.STEP
         return Claim(
             call=call,
             iteration=self.number,
@@ -974,7 +978,7 @@ class Iteration:
             optimizer=met.number,
             scaler=agreement.number_over(groups[0]),
             group=index,
-            settings=agreement.identify(self.current.policy) if is_step else 0,
+            settings=agreement.settings_hash(self.current.policy) if is_step else 0,
             steps=self.steps_before if is_step else 0,
             max_norm=max_norm,
             kind=met.kind,
@@ -984,7 +988,7 @@ class Iteration:
 
     def _forbid_update(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
-        if any(turn.is_incomplete for turn in self.turns):
+        if any(progress.is_incomplete for progress in self.progresses):
             self.wrong_order(_INCOMPLETE)
         never = self.current.never_scales
         if self.scaled or never:
@@ -997,24 +1001,24 @@ class Iteration:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether no optimizer's turn has begun, here or, as far as is known, on another rank."""
-        has_begun = (turn.refused or turn.stage is not Stage.READY for turn in self.turns)
+        """Whether no optimizer's progress has begun, here or, as far as is known, on another rank."""
+        has_begun = (progress.refused or progress.stage is not Stage.READY for progress in self.progresses)
         return self.agreement.failure is None and not self.is_inside_closure and not any(has_begun)
 
     @property
     def is_over(self) -> bool:
         """Whether a step was made or skipped, and no other one has begun that is still to come."""
         has_stepped = False
-        for turn in self.turns:
-            if turn.is_awaited:
+        for progress in self.progresses:
+            if progress.is_awaited:
                 return False
-            has_stepped = has_stepped or turn.is_over
+            has_stepped = has_stepped or progress.is_over
         return has_stepped
 
     @property
     def is_alone(self) -> bool:
         """Whether no message was sent for a step."""
-        return not any(turn.pending is not None and turn.pending.groups for turn in self.turns)
+        return not any(progress.pending is not None and progress.pending.groups for progress in self.progresses)
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError in mid-iteration."""

@@ -13,7 +13,7 @@ from gradscale.core.arithmetic import NormOver
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Policy
 from gradscale.core.registry import A_GROUP
-from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, short_repr
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.spikes import SkipSpikes
 from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
@@ -26,7 +26,7 @@ DEFAULT_TIMEOUT = 1800.0
 """Seconds to wait for the other ranks."""
 
 
-class Guarding(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
     """The options of every scaler and guard."""
 
     on_skip: OnSkip | None
@@ -41,19 +41,19 @@ class Guarding(TypedDict, total=False):
     hold: object
 
 
-class Watching(Guarding, total=False):
+class ReplacementOptions(CommonOptions, total=False):
     """Those, and the policy: the options of every scaler, torch's replacements among them."""
 
     policy: Policy | None
 
 
-class GuardOptions(Guarding, total=False):
+class GuardOptions(CommonOptions, total=False):
     """The options of a guard."""
 
     enabled: bool
 
 
-class Options(GuardOptions, Watching, total=False):
+class Options(GuardOptions, ReplacementOptions, total=False):
     """The options of gradscale's own scalers."""
 
     init_scale: float | None
@@ -78,7 +78,9 @@ _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_s
 _OF_TORCH = {"device", "process_group", "allow_fp16_grads"}
 
 
-def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
+def with_options(
+    kind: type | None = None,
+) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
     """Add a TypedDict's options to those of a constructor or method, and to its signature; others: InvalidTypeError."""
 
     def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
@@ -120,11 +122,11 @@ def _mistake(
     if unknown:
         what = f"unexpected keyword arguments {unknown}"
     elif unnamed:
-        what = f"{owner} takes its options by name, such as {named[0]}=, got {shown(unnamed)}"
+        what = f"{owner} takes its options by name, such as {named[0]}=, got {short_repr(unnamed)}"
     settings = {name: value for name, value in kwargs.items() if name in _SETTINGS}
     msg = f"{what}; the options of {owner} are {options}"
     if "policy" in options and not settings.keys().isdisjoint(unknown):
-        given = ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
+        given = ", ".join(f"{name}={short_repr(value)}" for name, value in settings.items())
         msg += f"; for settings of the policy write policy=gradscale.DynamicScale({given})"
     elif name == "__init__" and "policy" not in options and not {"policy", "device", *_SETTINGS}.isdisjoint(unknown):
         msg += "; a StepGuard multiplies nothing: settings of a scale are taken by GradScaler"
@@ -147,6 +149,6 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
         return DynamicScale(**given)
     if given:
         either = f"policy= or {', '.join(f'{name}=' for name in given)}"
-        msg = f"give {either}, not both, got {shown(policy)} and {shown(given)}"
+        msg = f"give {either}, not both, got {short_repr(policy)} and {short_repr(given)}"
         raise InvalidValueError(msg)
     return validation.policy(policy, _POLICY_MEMBERS)

@@ -11,12 +11,12 @@ from gradscale.core.identity import IdentityMap
 from gradscale.errors import (
     CallOrderError,
     InvalidTypeError,
-    shown,
+    short_repr,
 )
-from gradscale.scaler.claim import HELD, Reason, Verdict
+from gradscale.scaler.claim import KEEPS_SCALE, Reason, Verdict
 from gradscale.scaler.inputs import Batch
 from gradscale.scaler.overflow import TABLE_ROWS, OverflowReport
-from gradscale.scaler.verdict import Pending
+from gradscale.scaler.verdict import PendingVerdict
 
 
 class StepReport(NamedTuple):
@@ -146,9 +146,9 @@ REASONS: dict[Reason, Words] = {
     Reason.REFUSED: Words("refused", deed="refused it"),
     Reason.SPIKE: Words("spike", "a spike", "saw a spike"),
 }
-HELD_NAMES = [REASONS[reason].name for reason in HELD]
+KEEPS_SCALE_NAMES = [REASONS[reason].name for reason in KEEPS_SCALE]
 """The reasons of steps that move no scale."""
-COUNTED = ("taken", REASONS[Reason.OVERFLOW].name, *HELD_NAMES)
+COUNTED = ("taken", REASONS[Reason.OVERFLOW].name, *KEEPS_SCALE_NAMES)
 """What steps are counted by."""
 
 
@@ -159,7 +159,7 @@ Callbacks: TypeAlias = tuple[Callable[[_Report], object], ...]
 class Deferred(NamedTuple):
     """A step whose verdict the CPU has not read yet."""
 
-    pending: Pending
+    pending: PendingVerdict
     iteration: int
     position: int
     """Of the optimizer's streak."""
@@ -218,7 +218,7 @@ class Reports:
         report = last.report()
         if not last.pending.is_captured:
             # That of a captured graph is read each time: a replay may have overwritten it.
-            self._last.put(optimizer, report)
+            self._last.set(optimizer, report)
         return report
 
     def record(self, optimizer: object, report: StepReport, rank: Callable[[], int] | None = None) -> None:
@@ -226,7 +226,7 @@ class Reports:
         if id(optimizer) in self._last:
             self._last[id(optimizer)] = report
         else:
-            self._last.put(optimizer, report)
+            self._last.set(optimizer, report)
         if report.reason in ("disabled", "no gradients"):
             return
         # Whole tables of a large model would be hundreds of MiB.
@@ -237,7 +237,7 @@ class Reports:
 
     def record_later(self, optimizer: object, entry: Deferred) -> None:
         """Keep a step whose verdict the CPU has not read; the history leaves out those of captured graphs."""
-        self._last.put(optimizer, entry)
+        self._last.set(optimizer, entry)
         if not entry.pending.is_captured:
             self.under_way.append(entry)
             self._history.append(entry)
@@ -294,6 +294,6 @@ def callbacks_of(name: str, callbacks: object) -> Callbacks[Any]:
     """Return callbacks as a tuple; InvalidTypeError for anything else."""
     listed = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
     if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or not all(map(callable, listed)):
-        msg = f"{name} must be a callable that takes a report, or a sequence of these, got {shown(callbacks)}"
+        msg = f"{name} must be a callable that takes a report, or a sequence of these, got {short_repr(callbacks)}"
         raise InvalidTypeError(msg)
     return tuple(listed)

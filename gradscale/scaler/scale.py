@@ -18,7 +18,7 @@ from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, device, has_float64, kind_of
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Namespace, Numbers, Policy, ScaleState
-from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError, reading, shown
+from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError, reading, short_repr
 from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
 
 _Trackers: TypeAlias = tuple[float, ...]
@@ -42,7 +42,7 @@ class CurrentScale:
         if backend is not None and not isinstance(backend, (str, Backend)):
             msg = (
                 f"backend must be a registered name ({', '.join(registry.names())}) or an instance of a class that "
-                f"derives from gradscale.Backend, got {shown(backend)}"
+                f"derives from gradscale.Backend, got {short_repr(backend)}"
             )
             raise InvalidTypeError(msg)
         self.policy, self.is_static = policy, type(policy) is StaticScale
@@ -125,7 +125,7 @@ class CurrentScale:
             saved = [*self.checked(self.state_adapter.read(saved))]
         if isinstance(saved, list):
             saved = self.state_adapter.with_numbers(state, saved)
-        self.state = self.state_adapter.put(state, saved)
+        self.state = self.state_adapter.write_into(state, saved)
 
     def advance(self, counts: Sequence[Array | int], held: Sequence[Array], before: Saved) -> None:
         """Adapt the state to the counts of an iteration, unless all of ``held`` (0-d) are true. No host read.
@@ -159,7 +159,7 @@ class CurrentScale:
     def set_state(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one."""
         self._note_replaced()
-        self.state = self.state_adapter.put(self.materialize(), state)
+        self.state = self.state_adapter.write_into(self.materialize(), state)
 
     def set_read_values(self, state: ScaleState, values: Sequence[int]) -> None:
         """Replace a lazy state by the values just read, or its graph would hold all iterations before."""
@@ -246,7 +246,7 @@ class CurrentScale:
         """Set one of a DynamicScale's settings."""
         policy = self.policy
         if not isinstance(policy, DynamicScale):
-            msg = f"{name} can be set only of a DynamicScale, got the policy {shown(policy)}"
+            msg = f"{name} can be set only of a DynamicScale, got the policy {short_repr(policy)}"
             raise InvalidTypeError(msg)
         # A validated copy: nothing is changed when the value is wrong.
         changed = dataclasses.replace(policy, **{name: value})
@@ -273,7 +273,7 @@ class CurrentScale:
             self._restored |= numbers
             return
         fields = [numbers.get(name) for name in ScaleState._fields]
-        self.state = self.state_adapter.put(self.state, self.state_adapter.with_numbers(self.state, fields))
+        self.state = self.state_adapter.write_into(self.state, self.state_adapter.with_numbers(self.state, fields))
 
     def _reachable(self, policy: Policy, reached: Sequence[float] = ()) -> _Trackers:
         said = _ANY_TRACKERS if self.adapter.is_shared else getattr(policy, "largest_trackers", _ANY_TRACKERS)
@@ -337,7 +337,7 @@ def checked_scale(new_scale: object, policy: Policy) -> float:
         else:
             value = _read_scale(new_scale)
     if policy.clamp(value) != value:
-        msg = f"new_scale must lie within the policy's bounds, got {shown(new_scale)} with {shown(policy)}"
+        msg = f"new_scale must lie within the policy's bounds, got {short_repr(new_scale)} with {short_repr(policy)}"
         raise InvalidValueError(msg)
     return value
 
@@ -346,7 +346,7 @@ def _read_scale(array: Array) -> float:
     xp = array_namespace(array)
     is_real = kind_of(array) in (Kind.HALF, Kind.WIDE) or "int" in str(array.dtype)
     if math.prod(array.shape) != 1 or not is_real:
-        msg = f"new_scale must be a number or a real array of 1 element, got {shown(array)}"
+        msg = f"new_scale must be a number or a real array of 1 element, got {short_repr(array)}"
         raise InvalidTypeError(msg)
     wide_dtype = xp.float64 if has_float64(xp, device(array)) else xp.float32
     wide = xp.reshape(xp.astype(array, wide_dtype), ())
@@ -358,6 +358,6 @@ def _read_scale(array: Array) -> float:
     flag = xp.reshape(xp.astype(valid, xp.int32), (1,))
     is_valid, bits, *_ = backend.read(xp.concat([flag, backend.fingerprint(state)]))
     if not is_valid:
-        msg = f"new_scale must be above 0, finite and a normal float32, got {shown(array)}"
+        msg = f"new_scale must be above 0, finite and a normal float32, got {short_repr(array)}"
         raise InvalidValueError(msg)
     return validation.float32_from_bits(bits)

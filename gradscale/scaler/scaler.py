@@ -22,7 +22,7 @@ from gradscale.errors import (
     InvalidTypeError,
     InvalidValueError,
     ScaleUnderflowError,
-    shown,
+    short_repr,
     unreadable,
 )
 from gradscale.policies.dynamic import StaticScale
@@ -30,12 +30,12 @@ from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Reason
 from gradscale.scaler.clipping import Clipping, checked_clipping
-from gradscale.scaler.diagnosis import Asked, Diagnosis
+from gradscale.scaler.diagnosis import Diagnosis, DiagnosisOptions
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
 from gradscale.scaler.iteration import UNSCALING, Iteration, MicroBatches, Parts, Stage
 from gradscale.scaler.mistakes import Mistakes
-from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
+from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, with_options
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepReport, callbacks_of, step_report
 from gradscale.scaler.scale import CurrentScale, checked_scale
@@ -159,7 +159,7 @@ class GradScaler:
     # Given to a disabled scaler, too, which talks to nobody.
     _has_group = False
 
-    @takes(Options)
+    @with_options(Options)
     def __init__(self, **options: Unpack[Options]) -> None:
         parts = parts_of(options, options.get("backend"))
         self._assemble(parts, validation.boolean("enabled", options.get("enabled", True)))
@@ -168,7 +168,7 @@ class GradScaler:
         parts = parts._replace(is_guard=isinstance(self, StepGuard))
         self._parts, self._enabled = parts, enabled
         # Types and dtypes of single arrays that are floating ones of the state's library.
-        self._met: set[tuple[type, object]] = set()
+        self._checked_kinds: set[tuple[type, object]] = set()
         # Held by the call that is under way; "with" leaves no place for Ctrl-C between taking it and the body.
         self._busy = threading.Lock()
         self._diagnosis = Diagnosis(parts, enabled=enabled)
@@ -206,7 +206,7 @@ class GradScaler:
         given = None if parts.guard is None or loss is None or loss is False else checked_loss(loss, _A_LOSS)
         try:
             kind = type(outputs), getattr(outputs, "dtype", None)
-            is_met = kind in self._met
+            is_met = kind in self._checked_kinds
         except Exception as error:
             refusal = unreadable("outputs", error)
             raise refusal from error
@@ -226,7 +226,7 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer) -> None: ...
     @overload
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None, norm_over: NormOver | None = None) -> Array: ...
-    @takes()
+    @with_options()
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
     ) -> Array | None:
@@ -355,7 +355,7 @@ class GradScaler:
 
     def _end_if_over(self) -> None:
         """End a guard's iteration once no step of it is to come; Ctrl-C may have left it to the next step."""
-        if self._parts.is_guard and self._iteration.turns and self._iteration.is_over:
+        if self._parts.is_guard and self._iteration.progresses and self._iteration.is_over:
             GradScaler.update(self)
 
     def refuse(self, optimizer: Optimizer) -> None:
@@ -415,12 +415,12 @@ class GradScaler:
             # An update that is interrupted can be made again: it learns once, and counts in its last call.
             report, underflow = ended.close(new_scale)
             steps, told = ended.steps_before, [*ended.steps]
-            for turn in ended.turns:
-                steps += turn.is_over and not turn.is_declined
-                if turn.left_out is not None:
-                    owner = turn.owner() if turn.owner is not None else None
+            for progress in ended.progresses:
+                steps += progress.is_over and not progress.is_declined
+                if progress.left_out is not None:
+                    owner = progress.owner() if progress.owner is not None else None
                     position = None if owner is None else parts.tally.position_of(owner)
-                    told.append((step_report(turn.left_out, ended.number, parts.agreement.rank()), position))
+                    told.append((step_report(progress.left_out, ended.number, parts.agreement.rank()), position))
             alone = ended.alone_before + (steps - ended.steps_before if parts.agreement.is_alone else 0)
             following = Iteration(ended.number + 1, parts, steps, alone)
             if parts.is_guard and ended.is_over:
@@ -436,7 +436,7 @@ class GradScaler:
             except Exception as error:
                 if underflow is not None or gives_up:
                     # A callback may fail on one rank, and all ranks raise these.
-                    note = f"A callback of on_update has failed, too: {shown(error)}"
+                    note = f"A callback of on_update has failed, too: {short_repr(error)}"
                     self._raise_for_all(ended, underflow, stalled, gives_up, note)
                 raise
             if underflow is not None or stalled is not None:
@@ -484,7 +484,7 @@ class GradScaler:
         if hasattr(schedule, "param_groups"):
             wrong = f"has param_groups, so it is an optimizer, got {type(schedule).__name__}"
         elif not callable(getattr(schedule, "step", None)):
-            wrong = f"must be a learning-rate schedule with step(), got {shown(schedule)}"
+            wrong = f"must be a learning-rate schedule with step(), got {short_repr(schedule)}"
         if wrong:
             msg = f"schedule {wrong}: call step_schedule(optimizer, schedule)"
             raise InvalidTypeError(msg)
@@ -579,7 +579,9 @@ class GradScaler:
         CollectiveTimeoutError, BackendError
             With ``gather``: when some rank does not come, or could not look at its gradients.
         """
-        return self._diagnosis.diagnose(optimizer, self._iteration, Asked(names, loss, params, state), gather=gather)
+        return self._diagnosis.diagnose(
+            optimizer, self._iteration, DiagnosisOptions(names, loss, params, state), gather=gather
+        )
 
     # Settings.
 
@@ -601,7 +603,7 @@ class GradScaler:
             The same on every rank. InvalidTypeError for anything but a string.
         """
         if not isinstance(name, str):
-            msg = f"name must be a string, got {shown(name)}"
+            msg = f"name must be a string, got {short_repr(name)}"
             raise InvalidTypeError(msg)
         self._parts.agreement.name(optimizer, name)
 
@@ -660,7 +662,7 @@ class GradScaler:
             # The keys do not depend on how far a run has come.
             counts.setdefault("dropped", 0)
         # Not those of this iteration that are skipped, which some ranks may leave out.
-        steps = iteration.steps_before + sum(turn.is_made for turn in iteration.turns)
+        steps = iteration.steps_before + sum(progress.is_made for progress in iteration.progresses)
         return checkpoint.build(current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
@@ -683,7 +685,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if self._busy.locked() and self._iteration.turns:
+        if self._busy.locked() and self._iteration.progresses:
             msg = f"load_state_dict() was called in step(), in iteration {self._iteration.number}: call it afterwards"
             raise CallOrderError(msg)
         loaded = checkpoint.parse(state_dict, self._parts.current.policy)
@@ -695,7 +697,7 @@ class GradScaler:
         current.load(loaded.policy, loaded.snapshot)
         self._parts.tally.restart(loaded.counts, loaded.streaks)
         if self._parts.guard is not None:
-            self._parts.guard.load(loaded.windows, current.adapter.put)
+            self._parts.guard.load(loaded.windows, current.adapter.write_into)
 
     def __getstate__(self) -> dict[str, object]:
         """Return settings and numbers to pickle, and no arrays, groups or reports; CallOrderError in mid-iteration."""
@@ -712,7 +714,7 @@ class GradScaler:
         # The optimizers of a copy are others.
         losses = Losses() if losses.judged else losses._replace(total=float(losses.total))
         numbers = iteration.number, iteration.steps_before, iteration.alone_before
-        forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
+        forgotten = dict.fromkeys(("_diagnosis", "_busy", "_checked_kinds"))
         return self.__dict__ | {"_parts": parts, "_iteration": (scaled, losses, *numbers)} | forgotten
 
     def __setstate__(self, kept: Mapping[str, Any]) -> None:
@@ -732,7 +734,7 @@ class GradScaler:
         if has_losses:
             iteration.look(filter(is_loss, arrays))
         if outputs is arrays[0]:
-            self._met.update((type(x), x.dtype) for x in arrays)
+            self._checked_kinds.update((type(x), x.dtype) for x in arrays)
         return products
 
     def _namespace_for(self, like: Array) -> Namespace:
@@ -765,16 +767,16 @@ class GradScaler:
         return gradients.unscale(one, one.materialize(like)).norm
 
     def _record(self, step: Step) -> None:
-        iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
+        iteration, reports, optimizer, progress = step.iteration, self._parts.reports, step.optimizer, step.progress
         if step.verdict is not None and step.verdict.reason is Reason.NO_GRADIENTS:
-            turn.has_failed = False
+            progress.has_failed = False
             return
-        batch = None if turn.inputs is None else turn.inputs.batch
+        batch = None if progress.inputs is None else progress.inputs.batch
         position = self._parts.tally.position_of(optimizer)
-        turn.stage, turn.verdict, turn.has_failed = Stage.STEPPED, step.verdict, False
+        progress.stage, progress.verdict, progress.has_failed = Stage.STEPPED, step.verdict, False
         if step.verdict is None:
-            assert turn.pending is not None
-            reports.record_later(optimizer, Deferred(turn.pending, iteration.number, position, batch))
+            assert progress.pending is not None
+            reports.record_later(optimizer, Deferred(progress.pending, iteration.number, position, batch))
             return
         overflow = None
         if step.verdict.nonfinite and reports.diagnoses:
@@ -812,7 +814,9 @@ class GradScaler:
         if "overflow" in streak.reasons:
             texts += [self._diagnosis.of_stall(optimizer, ended, streak.ranks) for optimizer in stalled]
         if "spike" in streak.reasons and guard is not None:
-            texts.append(f"All is judged by skip={shown(guard.rule)}, which may be too strict for what is usual here")
+            texts.append(
+                f"All is judged by skip={short_repr(guard.rule)}, which may be too strict for what is usual here"
+            )
         raise_or_warn(texts, gives_up=gives_up)
 
 
@@ -868,7 +872,7 @@ class ShardedGradScaler(GradScaler):
     [(None, 'overflow'), (None, 'overflow')]
     """
 
-    @takes(Options)
+    @with_options(Options)
     def __init__(self, *, group: object, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[Options]) -> None:
         super().__init__(**options)
         self._timeout = validation.timeout(timeout)
@@ -923,7 +927,7 @@ class StepGuard(ShardedGradScaler):
     True
     """
 
-    @takes(GuardOptions)
+    @with_options(GuardOptions)
     def __init__(
         self,
         *,
@@ -995,7 +999,9 @@ class StepGuard(ShardedGradScaler):
         As :meth:`GradScaler.update`; InvalidValueError for another scale than 1.
         """
         if self._enabled and new_scale is not None and checked_scale(new_scale, _ONE) != 1.0:
-            msg = f"new_scale must be 1 for a guard, which multiplies nothing, got {shown(new_scale)}: call update()"
+            msg = (
+                f"new_scale must be 1 for a guard, which multiplies nothing, got {short_repr(new_scale)}: call update()"
+            )
             raise InvalidValueError(msg)
         iteration = self._iteration
         if new_scale is not None or iteration.scaled or not iteration.is_at_boundary:
@@ -1051,7 +1057,7 @@ def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
     agreement, iteration = scaler._parts.agreement, scaler._iteration
     if groups:
         # A policy that ranks cannot compare raises now, and not in the first step.
-        agreement.identify(scaler._parts.current.policy)
+        agreement.settings_hash(scaler._parts.current.policy)
     if agreement.failure is not None or not (agreement.is_unjoined or agreement.is_alone):
         # Some ranks may have divided their gradients already, so that all make new ones.
         scaler._iteration = Iteration(iteration.number, scaler._parts, iteration.steps_before, iteration.alone_before)

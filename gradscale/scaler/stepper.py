@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from gradscale.core.protocols import NOT_STEPPED, Optimizer
-from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError, InvalidTypeError, shown
-from gradscale.scaler.claim import HELD, Verdict
+from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError, InvalidTypeError, short_repr
+from gradscale.scaler.claim import KEEPS_SCALE, Verdict
 from gradscale.scaler.inputs import StepInputs
-from gradscale.scaler.iteration import Iteration, Stage, Turn
+from gradscale.scaler.iteration import Iteration, Progress, Stage
 
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16
@@ -32,7 +32,7 @@ class Step:
     returned: Any = None
     verdict: Verdict | None = None
     retries = 0
-    turn: Turn
+    progress: Progress
     closure: Callable[..., object] | None = None
     around: contextlib.ExitStack | None = None
     # How many evaluations were fine.
@@ -58,16 +58,16 @@ class Step:
         iteration, optimizer = self.iteration, self.optimizer
         stepping = iteration.current.adapter.stepping
         own = None if stepping is None else stepping(self)
-        turn = self.turn = iteration.begin_step(optimizer, by_closure=self.closure is not None)
+        progress = self.progress = iteration.begin_step(optimizer, by_closure=self.closure is not None)
         if self._inputs is not None:
-            iteration.take_inputs(turn, self._inputs, has_closure=self.closure is not None)
+            iteration.take_inputs(progress, self._inputs, has_closure=self.closure is not None)
         # Unless it comes to its end.
-        turn.has_failed = self.closure is None
+        progress.has_failed = self.closure is None
         if self.closure is not None:
-            if turn.stage is Stage.UNSCALED and not turn.by_closure:
+            if progress.stage is Stage.UNSCALED and not progress.by_closure:
                 iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
             # A step that failed may have begun.
-            turn.has_begun_to_step = False
+            progress.has_begun_to_step = False
             if "closure" in self.kwargs:
                 self.kwargs = {**self.kwargs, "closure": self._evaluate}
             else:
@@ -76,11 +76,11 @@ class Step:
             self.around = contextlib.ExitStack()
             self.around.enter_context(own)
         elif self.closure is None:
-            if self._unscale is not None and turn.stage is Stage.READY:
+            if self._unscale is not None and progress.stage is Stage.READY:
                 with within_the_step(iteration):
                     self._unscale(optimizer)
-                turn.stage = Stage.UNSCALED
-            self.verdict = iteration.verdict_for_step(turn, optimizer)
+                progress.stage = Stage.UNSCALED
+            self.verdict = iteration.verdict_for_step(progress, optimizer)
             self.calls_optimizer = not self.verdict.reason
         return self
 
@@ -105,12 +105,12 @@ class Step:
         elif isinstance(error, TypeError):
             self._require_arguments(error)
         # Set before for a step without a closure, whose evaluations would be taken for another loss.
-        self.turn.has_failed = not is_over and not (self.verdict and self.verdict.reason)
+        self.progress.has_failed = not is_over and not (self.verdict and self.verdict.reason)
         if is_over:
             returned = self.returned
             # As Megatron's optimizers say it.
             if returned is NOT_STEPPED or (isinstance(returned, tuple) and len(returned) > 0 and returned[0] is False):
-                self.verdict = self.iteration.decline(self.turn, self.verdict)
+                self.verdict = self.iteration.decline(self.progress, self.verdict)
             self._record(self)
         return is_over
 
@@ -137,27 +137,30 @@ class Step:
         with contextlib.suppress(TypeError, ValueError, AttributeError):
             is_closure |= "closure" in [*inspect.signature(self.optimizer.step).parameters][:2]
         if is_closure:
-            msg = f"a closure must be a function, got {shown(candidate)}: call step(optimizer); a loss goes to scale()"
+            msg = (
+                f"a closure must be a function, got {short_repr(candidate)}: call step(optimizer); a loss goes to "
+                f"scale()"
+            )
             raise InvalidTypeError(msg)
         return None
 
     def _evaluate(self, *args: object, **kwargs: object) -> object:
         """Evaluate the closure, and unscale and judge its gradients; again at lower scales while they overflow."""
-        iteration, turn, closure = self.iteration, self.turn, self.closure
+        iteration, progress, closure = self.iteration, self.progress, self.closure
         assert closure is not None
-        turn.by_closure = True
+        progress.by_closure = True
         before = iteration.lowered
         previous_scale = None
         for attempt in range(_LARGEST_RETRIES + 1):
             self.retries += attempt > 0
-            turn.stage = Stage.READY
+            progress.stage = Stage.READY
             with iteration.inside_closure():
                 loss = closure(*args, **kwargs)
-                if self._unscale is not None and turn.stage is Stage.READY:
+                if self._unscale is not None and progress.stage is Stage.READY:
                     self._unscale(self.optimizer)
-                    turn.stage = Stage.UNSCALED
-                verdict = self.verdict = iteration.verdict_for_step(turn, self.optimizer)
-            is_held = verdict.reason in HELD
+                    progress.stage = Stage.UNSCALED
+                verdict = self.verdict = iteration.verdict_for_step(progress, self.optimizer)
+            is_held = verdict.reason in KEEPS_SCALE
             if is_held and self._completed:
                 by = "" if iteration.agreement.is_alone else f" on rank {verdict.by}"
                 iteration.wrong_order(
@@ -169,7 +172,7 @@ class Step:
                 raise _SkippedStepError
             if not verdict.reason:
                 self._completed += 1
-                turn.has_begun_to_step = True
+                progress.has_begun_to_step = True
                 return loss
             if verdict.scale == previous_scale or not iteration.lower():
                 break

@@ -1,4 +1,4 @@
-"""Pending: the verdict on one optimizer's gradients, from the start of the agreement until the host has it."""
+"""PendingVerdict: the verdict on one optimizer's gradients, from the start of the agreement until the host has it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.backend import HostRead
-from gradscale.core.gradients import Found, norm_bits
+from gradscale.core.gradients import Findings, norm_bits
 from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL, float32_from_bits
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import HELD, LENGTH, Claim, Flags, Presence, Reason, Verdict, verdict_from
+from gradscale.scaler.claim import KEEPS_SCALE, LENGTH, Claim, Flags, Presence, Reason, Verdict, verdict_from
 from gradscale.scaler.scale import CurrentScale
 
 
-class Pending:
+class PendingVerdict:
     """The verdict on one optimizer's gradients. To construct one begins the agreement of the ranks.
 
     Where it is:
@@ -48,7 +48,7 @@ class Pending:
         self,
         current: CurrentScale,
         agreement: Agreement,
-        found: Found,
+        found: Findings,
         state: ScaleState,
         groups: Sequence[Collectives],
         claim: Claim | None,
@@ -101,7 +101,7 @@ class Pending:
                 self.known = verdict_from(flags, count, numbers[0])
                 self.known = self.known._replace(norm=self._reported_norm(), loss=self.loss)
                 return
-            values = claims.of_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
+            values = claims.pack_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
             self._ballot = agreement.send(groups, current.state_adapter.integers(values, state.scale), number, claim)
             self._ballot.values = values
         else:
@@ -110,7 +110,7 @@ class Pending:
                 self._count = count = xp.reshape(current.state_adapter.integers([count], state.scale), ())
             flags = Flags(count, 2 * is_last_chance, presence, scaled, code)
             if groups:
-                sent = claims.of_arrays(
+                sent = claims.pack_arrays(
                     current.state_adapter, current.policy, state, claims.hash_of(claim), flags, norm
                 )
                 self._ballot = agreement.send(groups, sent, number, claim)
@@ -130,7 +130,7 @@ class Pending:
     def read(self) -> Verdict:
         """Return the verdict, read now if it is not yet (one host read), or a framework's in its place."""
         found = self.known or self._read()
-        shown = None if self.override is None or found.reason in HELD else self.override()
+        shown = None if self.override is None or found.reason in KEEPS_SCALE else self.override()
         if shown is None:
             return found
         xp = array_namespace(shown)
@@ -257,7 +257,7 @@ class Pending:
     def count(self) -> Array | int | None:
         """Return the agreed count, 0-d if the host does not know it; None for a spike, a refusal or idle zeros."""
         known = self.known if self.override is None or self.known is None else self.read()
-        if self._is_idle if known is None else (known.is_idle or known.reason in HELD):
+        if self._is_idle if known is None else (known.is_idle or known.reason in KEEPS_SCALE):
             return None
         if known is not None and self.override is None and isinstance(self._count, int):
             return known.nonfinite

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
 from gradscale.core import validation
-from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, at_scale, shown, warn_caller
+from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, at_scale, short_repr, warn_caller
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
 
@@ -152,7 +152,7 @@ def _data(step: StepReport) -> str:
     """Say whose loss it was, and this rank's own loss and batch."""
     whose = " of its loss" if step.reason in ("spike", "stepped") else f", rank {step.by} saw a bad loss"
     own = [f"loss {step.loss:g}"] if step.by_loss and step.loss is not None else []
-    own += [f"batch {shown(step.batch)}"] * (step.batch is not None)
+    own += [f"batch {short_repr(step.batch)}"] * (step.batch is not None)
     return whose * step.by_loss + f" (here {', '.join(own)})" * bool(own)
 
 
@@ -334,7 +334,7 @@ def _explained(kind: type[Exception], what: str, advice: str = "") -> Iterator[N
 def _as_text(path: object) -> str:
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(where, str):
-        msg = f"path must be a str or os.PathLike, got {shown(path)} of type {type(path).__name__}"
+        msg = f"path must be a str or os.PathLike, got {short_repr(path)} of type {type(path).__name__}"
         raise InvalidTypeError(msg)
     return where
 
@@ -471,7 +471,7 @@ def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[in
             seen = met[run, row["iteration"], row.get("by")].setdefault(row["rank"], {})
             seen |= dict.fromkeys(one for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
         except (KeyError, TypeError) as error:
-            msg = f"line {row['line']} must be a row of BadBatches, got {shown(row)}"
+            msg = f"line {row['line']} must be a row of BadBatches, got {short_repr(row)}"
             raise InvalidValueError(msg) from error
     counts = collections.Counter[tuple[int, int | str]]()
     for rows in met.values():

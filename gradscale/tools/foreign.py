@@ -12,7 +12,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError, key_names, nearest, reading, shown
+from gradscale.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    StateDictError,
+    key_names,
+    nearest,
+    reading,
+    short_repr,
+)
 from gradscale.policies import presets
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
@@ -200,7 +208,7 @@ def load_foreign_state(
         name = scalers[0] if loss_id is None and len(scalers) == 1 else f"loss_scaler{loss_id}"
         if name not in scalers:
             msg = (
-                f"loss_id= must be the number of one of apex's loss scalers, got {shown(loss_id)} and "
+                f"loss_id= must be the number of one of apex's loss scalers, got {short_repr(loss_id)} and "
                 f"{', '.join(scalers) or 'a state without any'}; load each into a scaler of its own"
             )
             raise StateDictError(msg)
@@ -237,7 +245,10 @@ def _translate(fields: _Fields, layout: _Layout, given: dict[str, object]) -> Fo
     for name, value in given.items():
         if name not in missing:
             left_out = ", ".join(missing) or "no setting"
-            msg = f"this {layout.system} state leaves out {left_out}, got {name}={shown(value)}{nearest(name, missing)}"
+            msg = (
+                f"this {layout.system} state leaves out {left_out}, got "
+                f"{name}={short_repr(value)}{nearest(name, missing)}"
+            )
             raise InvalidValueError(msg)
     try:
         found = {name: _MEANINGS[name][0](key, _element(fields[key])) for name, key in keys.items()}

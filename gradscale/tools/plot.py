@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradscale.core import validation
 from gradscale.core.validation import LARGEST_FLOAT16
-from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, short_repr
 from gradscale.extras import needs
 from gradscale.scaler.reports import StepReport, UpdateReport
 from gradscale.tools.callbacks import LogRow, read_log, row_of, was_skipped
@@ -122,7 +122,7 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
     """
     runs = list(results) if isinstance(results, Iterable) else [results]
     if not runs or not all(isinstance(run, Simulation) for run in runs):
-        msg = f"results must be at least one Simulation, as simulate() returns, got {shown(results)}"
+        msg = f"results must be at least one Simulation, as simulate() returns, got {short_repr(results)}"
         raise InvalidTypeError(msg)
     figure, axes = _panels([1] * len(runs), 3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
     for ax, run in zip(axes, runs, strict=True):
@@ -145,7 +145,7 @@ def _rows(history: Any) -> list[LogRow]:
         history, last = history.history, history.get_scale()
     reports = list(history) if isinstance(history, Iterable) else [history]
     if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
-        msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {shown(reports[:3])}"
+        msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {short_repr(reports[:3])}"
         raise InvalidTypeError(msg)
     if not reports:
         msg = "the history must hold at least one step, got an empty one"

@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 from gradscale.core import validation
 from gradscale.core.protocols import Numbers, Policy, ScaleState
 from gradscale.core.validation import LARGEST_FLOAT16
-from gradscale.errors import InvalidTypeError, InvalidValueError, reading, shown
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 from gradscale.extras import needs
 from gradscale.policies.dynamic import next_numbers
 
@@ -146,7 +146,7 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
 def _checked(values: object, wanted: str, check: Callable[[str, object], _Checked], name: str) -> list[_Checked]:
     """Return the values of a trace, each checked under its name and number."""
     if not isinstance(values, Iterable):
-        msg = f"a trace must be an iterable of {wanted}, got {shown(values)} of type {type(values).__name__}"
+        msg = f"a trace must be an iterable of {wanted}, got {short_repr(values)} of type {type(values).__name__}"
         raise InvalidTypeError(msg)
     with reading("a trace"):
         return [check(f"{name} {number}", value) for number, value in enumerate(values, 1)]
@@ -223,7 +223,7 @@ def _explained(policy: Policy) -> Iterator[None]:
     except Exception as error:
         msg = (
             f"the policy must be pure functions of 0-d arrays of the array API standard to be simulated, got "
-            f"{shown(policy)}, and trying it failed with {type(error).__name__}: {error}"
+            f"{short_repr(policy)}, and trying it failed with {type(error).__name__}: {error}"
         )
         raise InvalidTypeError(msg) from error
 
@@ -242,6 +242,6 @@ def _hide(*_: object) -> NoReturn:
 def _numbers_of(state: object) -> Numbers:
     """Return the numbers of a state of NumPy's arrays; ValueError for anything else."""
     if type(state) is not ScaleState or [x.dtype.name for x in state] != ["float32", *["int32"] * (len(state) - 1)]:
-        msg = f"it must return a ScaleState of float32 and int32, got {shown(state)}"
+        msg = f"it must return a ScaleState of float32 and int32, got {short_repr(state)}"
         raise ValueError(msg)
     return Numbers(*(x.item() for x in state))

@@ -342,7 +342,7 @@ def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules_and_a_
 def held_schedule():
     """Return a schedule that holds, its scaler, and a function that makes a step of its optimizer and its own."""
     run = Small(ours())
-    held = plugins().HeldSchedule(run.scaler, run.optimizer, decaying(run.optimizer))
+    held = plugins().GatedSchedule(run.scaler, run.optimizer, decaying(run.optimizer))
 
     def step():
         run.iterate(1.0)

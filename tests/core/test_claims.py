@@ -23,12 +23,12 @@ import gradscale
 from gradscale import ScaleState, ShardedGradScaler
 from gradscale.scaler import agreement
 from gradscale.scaler import claim as claims
-from gradscale.scaler.claim import Call, Claim, Outcome, Reason
+from gradscale.scaler.claim import Claim, Outcome, Purpose, Reason
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.numpy
 
-WORDS = claims.hash_of(Claim(Call.STEP))
+WORDS = claims.hash_of(Claim(Purpose.STEP))
 COUNTERS = st.integers(0, 2**31 - 1)
 STATES = st.builds(ScaleState, st.floats(2.0**-126, 2.0**127, width=32), COUNTERS, COUNTERS, COUNTERS)
 CODES = st.one_of(st.just(0), st.builds(claims.reason_code, st.sampled_from(list(Reason)[1:4]), st.integers(0, 2**20)))
@@ -49,7 +49,7 @@ def test_all_ranks_see_whether_they_hold_the_same_and_learn_the_gravest_finding(
     field = data.draw(st.sampled_from(["", "claim", "norm", *ScaleState._fields]))
     other, words, norm, factor = state, WORDS, data.draw(NORMS), 1.0
     if field == "claim":
-        words = claims.hash_of(Claim(Call.STEP, iteration=data.draw(st.integers(1, 2**31))))
+        words = claims.hash_of(Claim(Purpose.STEP, iteration=data.draw(st.integers(1, 2**31))))
     elif field == "norm":
         factor = data.draw(FACTORS)
     elif field:
@@ -57,9 +57,9 @@ def test_all_ranks_see_whether_they_hold_the_same_and_learn_the_gravest_finding(
     odd = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
     found = data.draw(st.lists(FOUND, min_size=size, max_size=size))
     sent = [
-        claims.of_numbers(other, words, each, norm * factor)
+        claims.pack_numbers(other, words, each, norm * factor)
         if rank in odd
-        else claims.of_numbers(state, WORDS, each, norm)
+        else claims.pack_numbers(state, WORDS, each, norm)
         for rank, each in enumerate(found)
     ]
     agreed, (count, _, presence, _, code) = maximum(sent), map(max, zip(*found, strict=True))
@@ -78,8 +78,8 @@ def test_all_ranks_see_whether_they_hold_the_same_and_learn_the_gravest_finding(
 
 
 def test_no_two_claims_are_taken_for_one():
-    base = Claim(Call.STEP, kind="SGD")
-    others = [base._replace(call=call) for call in Call]
+    base = Claim(Purpose.STEP, kind="SGD")
+    others = [base._replace(call=call) for call in Purpose]
     others += [base._replace(**{name: number}) for name in Claim._fields[1:8] for number in range(1, 500)]
     others += [base._replace(max_norm=value) for value in (0.1, 0.1 * (1 + 2**-40), 1.0, 0.0)]
     others += [base._replace(kind=kind) for kind in ("Adam", "named 'SGD'", "SGD\n1", "1\nSGD", "\ud800")]
@@ -154,8 +154,8 @@ def test_the_group_of_a_wait_that_ended_waits_for_as_long_as_before():
 
 
 def told(**values):
-    own = claims.of_numbers(ScaleState(4.0, 0, 0, 0), WORDS, claims.Flags())
-    return claims.claimed(own, Claim(Call.STEP)._replace(**values), "DynamicScale()")
+    own = claims.pack_numbers(ScaleState(4.0, 0, 0, 0), WORDS, claims.Flags())
+    return claims.claimed(own, Claim(Purpose.STEP)._replace(**values), "DynamicScale()")
 
 
 def test_a_difference_of_many_ranks_and_values_is_cut_and_begins_with_what_others_follow_from():
@@ -176,7 +176,7 @@ def test_a_difference_of_many_ranks_and_values_is_cut_and_begins_with_what_other
         "; and also iteration, message, optimizer, scaler, group, settings, steps, max_norm, checksum, kind"
     )
     # Of ranks at other calls it is told where they are, and nothing that follows from it.
-    text = claims.difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Call.DIAGNOSIS, kind="Tree")})
+    text = claims.difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Purpose.DIAGNOSIS, kind="Tree")})
     assert [part.partition(":")[0] for part in text.split("; ")] == ["the call itself", "call of the iteration"]
     # Of settings the words that differ.
     texts = [f"DynamicScale(init_scale=4.0{more}), diagnose=False" for more in (", growth_interval=7", "")]
@@ -229,13 +229,13 @@ def test_a_read_waits_for_the_ranks_of_each_group_of_a_list():
 
 @given(data=st.data(), state=STATES, values=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=8, max_size=8))
 def test_a_message_that_carries_values_is_taken_for_no_other(data, state, values: list[int]):
-    carrying = claims.carrying(WORDS, values)
+    carrying = claims.pack_values(WORDS, values)
     drawn = data.draw(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=claims.LENGTH, max_size=claims.LENGTH))
     for other, expected in (
-        (claims.of_numbers(state, WORDS, claims.Flags()), Outcome.DIFFERENT),
-        (claims.telling(), Outcome.TOLD),
-        (claims.failure(WORDS, 1), Outcome.FAILED),
-        (claims.carrying(claims.hash_of(Claim(Call.NORM)), values), Outcome.DIFFERENT),
+        (claims.pack_numbers(state, WORDS, claims.Flags()), Outcome.DIFFERENT),
+        (claims.details_message(), Outcome.DETAILS),
+        (claims.pack_failure(WORDS, 1), Outcome.FAILED),
+        (claims.pack_values(claims.hash_of(Claim(Purpose.NORM)), values), Outcome.DIFFERENT),
         (drawn, None),
     ):
         agreed = maximum([carrying, other])
@@ -299,18 +299,18 @@ def made(setting, **settings) -> Own:
 
 
 def test_settings_are_told_apart_and_equal_ones_are_not_in_any_process():
-    found = {name: claims.identify(made(setting)) for name, setting in by_name().items()}
+    found = {name: claims.settings_hash(made(setting)) for name, setting in by_name().items()}
     assert len(set(found.values())) == len(found), found
-    assert claims.identify(made(None, growth_interval=5)) != claims.identify(made(None, growth_interval=6))
-    assert claims.identify(gradscale.DynamicScale()) != claims.identify(gradscale.StaticScale())
+    assert claims.settings_hash(made(None, growth_interval=5)) != claims.settings_hash(made(None, growth_interval=6))
+    assert claims.settings_hash(gradscale.DynamicScale()) != claims.settings_hash(gradscale.StaticScale())
     # Neither the hash seed nor addresses make a difference.
     program = "import json, runpy, sys; t = runpy.run_path(sys.argv[1], None, sys.argv[2])"
-    program += "; print(json.dumps({k: t['claims'].identify(t['made'](x)) for k, x in t['by_name']().items()}))"
+    program += "; print(json.dumps({k: t['claims'].settings_hash(t['made'](x)) for k, x in t['by_name']().items()}))"
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     printed = subprocess.check_output([sys.executable, "-c", program, __file__, __name__], env=environment, text=True)
     assert json.loads(printed) == found
     for equal in ((0.5, np.float32(0.5), Fraction(1, 2)), (2, 2.0, 2 + 0j, np.int64(2)), (1, True), (0.0, -0.0)):
-        assert len({claims.identify(made(one)) for one in equal}) == 1, equal
+        assert len({claims.settings_hash(made(one)) for one in equal}) == 1, equal
 
 
 def test_a_kind_of_the_program_is_one_setting_in_a_process_that_it_has_spawned():
@@ -319,7 +319,7 @@ def test_a_kind_of_the_program_is_one_setting_in_a_process_that_it_has_spawned()
     for module in ("__main__", "__mp_main__", "elsewhere"):
         kind, other = enum.Enum("Kind", "A B", module=module), type("Kind", (), {"__module__": module})
         settings = {"enumeration": kind.A, "class": other, "nested": ((other, kind.A), Schedule(kind.A))}
-        found[module] = {name: claims.identify(made(setting)) for name, setting in settings.items()}
+        found[module] = {name: claims.settings_hash(made(setting)) for name, setting in settings.items()}
     assert found["__main__"] == found["__mp_main__"]
     assert not {*found["__main__"].values()} & {*found["elsewhere"].values()}
 

@@ -22,7 +22,7 @@ from tiers import later
 import gradscale
 from gradscale import DynamicScale, GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, presets, tree
 from gradscale.core import validation
-from gradscale.errors import shown
+from gradscale.errors import short_repr
 from gradscale.testing import run_ranks
 from gradscale.tools import simulation
 from gradscale.tools.callbacks import read_log
@@ -113,7 +113,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 WORDS = ["", "interval", "growth", "clean_step", "clamp", "raise", "hold", "DynamicScale", "1", "é", True, False, None]
 NUMBERS = [1.0, 2.0, 0.5, 2000, 2**31 - 1, 2**31, 2**63, 2.0**-126, 2.0**127, 65536.0, 10**400, 0, -1, -0.5, math.nan]
 NUMBERS += [math.inf, 1e39, 1e-40, np.float32(4.0), np.int64(3)]
-PLAIN = {shown(value): functools.partial(copy.copy, value) for value in [*WORDS, *NUMBERS]}
+PLAIN = {short_repr(value): functools.partial(copy.copy, value) for value in [*WORDS, *NUMBERS]}
 
 
 # Entrances.
@@ -165,7 +165,7 @@ Call = Callable[[GradScaler, Any], Any]
 
 def each(what: str, names: Iterable[Any], call: Callable[..., Any]) -> dict[str, Call]:
     """Return a call for each name, which it is given first."""
-    return {f"{what} {shown(name)}": functools.partial(call, name) for name in names}
+    return {f"{what} {short_repr(name)}": functools.partial(call, name) for name in names}
 
 
 ONE = Tree([np.ones(1, np.float32)])
@@ -323,9 +323,12 @@ def test_what_is_shown_of_a_value_is_short_and_never_an_error():
         "x" * 998: f"'{'x' * 998}'",
         "x" * 5000: f"'{'x' * 999}... (5002 characters)",
     }.items():
-        assert shown(value) == text
+        assert short_repr(value) == text
     # Numbers beyond every float keep their sign.
-    assert (validation.magnitude("m", HUGE), shown(Raising())) == (math.inf, "a Raising whose repr raises _OddError")
+    assert (validation.magnitude("m", HUGE), short_repr(Raising())) == (
+        math.inf,
+        "a Raising whose repr raises _OddError",
+    )
     with pytest.raises(InvalidValueError, match="m must be a number from 0 on, got an integer of"):
         validation.magnitude("m", -HUGE)
 

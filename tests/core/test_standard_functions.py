@@ -12,7 +12,7 @@ from optimizers import Tree
 import gradscale
 from gradscale import BackendNotAvailableError, DynamicScale, GradScaler, ShardedGradScaler
 from gradscale.core import arithmetic, summaries
-from gradscale.core.arithmetic import device, on
+from gradscale.core.arithmetic import device, device_kwargs
 from gradscale.policies import spikes
 from gradscale.testing import check_library, run_ranks
 
@@ -236,8 +236,8 @@ def test_each_member_that_is_missing_is_named(strict: Library, name: str):
 def test_arrays_are_made_on_a_device_only_if_their_library_knows_of_devices(strict: Library):
     away = strict.xp.Device("device1")
     x = strict.asarray(1.0, device=away)
-    assert strict.asarray(2.0, **on(device(x))).device == away
-    assert (device(object()), on(device(object()))) == (None, {})
+    assert strict.asarray(2.0, **device_kwargs(device(x))).device == away
+    assert (device(object()), device_kwargs(device(object()))) == (None, {})
 
 
 def test_a_function_that_does_not_take_what_the_core_gives_is_named(cripple: Callable[..., Any]):

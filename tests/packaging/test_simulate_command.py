@@ -78,7 +78,7 @@ HUGE = 10**400
 CLEAN = {"scale": 65536.0, "skipped": False, "reason": None}
 OVERFLOW = CLEAN | {"skipped": True, "reason": "overflow"}
 MADE = CLEAN | {"counts": {"taken": 2, "overflow": 1}}
-HELD = OVERFLOW | {"reason": "spike", "iteration": 2, "counts": {"taken": 1, "overflow": 0, "spike": 1}}
+KEEPS_SCALE = OVERFLOW | {"reason": "spike", "iteration": 2, "counts": {"taken": 1, "overflow": 0, "spike": 1}}
 REFUSED = OVERFLOW | {"reason": "refused", "iteration": 1, "counts": {"taken": 0, "overflow": 1, "refused": 1}}
 RETRIED = {"scale": 2.0**20, "new_scale": 65536.0, "skipped": False, "retries": 4}
 SIXTEEN = "torch:init_scale=16"
@@ -92,9 +92,9 @@ LOGS: dict[str, tuple[list[dict[str, Any]], str, tuple[int, int, float]]] = {
     "retries": ([RETRIED], "torch:init_scale=1048576", (1, 1, 2.0**19)),
     "retries with magnitudes": ([RETRIED | {"magnitude": 0.5}], "torch:init_scale=1048576", (1, 1, 2.0**19)),
     # A resumed run has other counts than the row before it.
-    "a spike after a resume": ([OVERFLOW, MADE, HELD], "torch", (2, 1, 2.0**15)),
+    "a spike after a resume": ([OVERFLOW, MADE, KEEPS_SCALE], "torch", (2, 1, 2.0**15)),
     "a refusal beside an overflow after a resume": ([MADE, REFUSED], "torch", (2, 1, 2.0**15)),
-    "a spike after a row without counts": ([CLEAN, HELD], "torch", (1, 0, 2.0**16)),
+    "a spike after a row without counts": ([CLEAN, KEEPS_SCALE], "torch", (1, 0, 2.0**16)),
     "a spike without counts": ([CLEAN, OVERFLOW | {"reason": "spike"}], "torch", (1, 0, 2.0**16)),
 }
 
@@ -115,12 +115,18 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "skipped is a number": ({"scale": 2.0, "skipped": 1}, "'skipped' or 'overflow' in line 2 must be"),
     "overflow is a number": ({"scale": 2.0, "overflow": 1}, "'skipped' or 'overflow' in line 2 must be"),
-    "counts of a row before are text": (HELD | {"counts": {"taken": "x"}}, "'taken' of 'counts' in line 2 must be"),
+    "counts of a row before are text": (
+        KEEPS_SCALE | {"counts": {"taken": "x"}},
+        "'taken' of 'counts' in line 2 must be",
+    ),
     **{
-        f"{name} is {value}": (HELD | {"counts": {"taken": 1, name: value}}, f"{name!r} of 'counts' in line 2 must be")
+        f"{name} is {value}": (
+            KEEPS_SCALE | {"counts": {"taken": 1, name: value}},
+            f"{name!r} of 'counts' in line 2 must be",
+        )
         for name, value in (("overflow", None), ("taken", [1]), ("overflow", {}), ("taken", True), ("over\n", "\x1b"))
     },
-    "counts are a number": (HELD | {"counts": 3}, "'counts' in line 2 must be a mapping, got 3"),
+    "counts are a number": (KEEPS_SCALE | {"counts": 3}, "'counts' in line 2 must be a mapping, got 3"),
 }
 
 
@@ -128,7 +134,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_row_that_is_of_another_kind_is_named(row: dict[str, Any], said: str, tmp_path: Path):
     require("plot")
     path = tmp_path / "log.jsonl"
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in (CLEAN, row, HELD | {"iteration": 3})))
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in (CLEAN, row, KEEPS_SCALE | {"iteration": 3})))
     code, output = run(str(path))
     assert (code, said in output) == (1, True), output
     if "skipped" in said:

@@ -64,7 +64,7 @@ class _MPIWorld:
     def versions(self) -> dict[str, str]:
         return {"numpy": version("numpy"), "mpi4py": version("mpi4py"), "MPI": mpi_library()}
 
-    def put(self, number: int, report: Report) -> None:
+    def send(self, number: int, report: Report) -> None:
         """Leave the report of a stage for rank 0."""
         self.group.send(report, 0, number)
 
@@ -104,7 +104,7 @@ class _TorchWorld:
     def versions(self) -> dict[str, str]:
         return {"torch": version("torch"), "backend": self._backend}
 
-    def put(self, number: int, report: Report) -> None:
+    def send(self, number: int, report: Report) -> None:
         self._store.set(f"{self.rank} {number}", json.dumps(report))
 
     def get(self, rank: int, number: int) -> Report | None:
@@ -163,7 +163,7 @@ class Rank:
         """Send the report of a stage to rank 0, which returns those of all ranks that come by some time."""
         reports = {self.world.rank: report}
         if self.world.rank:
-            self.world.put(number, report)
+            self.world.send(number, report)
             return reports
         while len(reports) < self.world.size and time.monotonic() < end:
             for rank in range(1, self.world.size):

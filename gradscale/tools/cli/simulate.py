@@ -14,9 +14,9 @@ from rich import print_json
 
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidValueError, shown
+from gradscale.errors import InvalidValueError, short_repr
 from gradscale.policies import presets
-from gradscale.scaler.reports import HELD_NAMES
+from gradscale.scaler.reports import KEEPS_SCALE_NAMES
 from gradscale.tools import plot as plots
 from gradscale.tools.callbacks import LogRow, read_log, was_skipped
 from gradscale.tools.cli.output import console, table
@@ -94,7 +94,7 @@ def _moving(row: LogRow, before: LogRow) -> LogRow | None:
         return row
     now, last = _counts(row), {} if row.get("iteration") == 1 else _counts(before)
     if now is None or last is None:
-        return None if row.get("reason") in HELD_NAMES else row
+        return None if row.get("reason") in KEEPS_SCALE_NAMES else row
     moved = [name for name in ("overflow", "taken") if now.get(name, 0) > last.get(name, 0)]
     return row | {"skipped": moved[0] == "overflow"} if moved else None
 
@@ -105,7 +105,7 @@ def _counts(row: LogRow) -> dict[str, int] | None:
         return None
     what = f"'counts' in line {row['line']}"
     counts = validation.mapping(what, row["counts"])
-    return {name: validation.integer(f"{shown(name)} of {what}", n, 0, sys.maxsize) for name, n in counts.items()}
+    return {name: validation.integer(f"{short_repr(name)} of {what}", n, 0, sys.maxsize) for name, n in counts.items()}
 
 
 def _largest(row: LogRow) -> float:

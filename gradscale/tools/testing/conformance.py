@@ -12,11 +12,11 @@ from typing import Any, NoReturn, TypeAlias
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import arithmetic, ops, registry, summaries, tree, validation
-from gradscale.core.arithmetic import Kind, kind_of, on
+from gradscale.core.arithmetic import Kind, device_kwargs, kind_of
 from gradscale.core.arithmetic import device as device_of
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Collectives, ScaleState
-from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError, shown
+from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError, short_repr
 from gradscale.policies import spikes
 from gradscale.policies.dynamic import DynamicScale
 
@@ -90,7 +90,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     ...     gradscale.testing.check_backend(backend, np.zeros(1), dtypes=[np.float32])  # nothing raised: no difference
     """
     if not isinstance(backend, Backend):
-        msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {shown(backend)}"
+        msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {short_repr(backend)}"
         raise InvalidTypeError(msg)
     xp, device = array_namespace(like), device_of(like)
     if not hasattr(xp, "__array_namespace_info__"):
@@ -101,7 +101,9 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     # A member that is not overridden is the pure function, with which it would be compared.
     overridden = {name for name in vars(Backend) if getattr(type(backend), name) is not getattr(Backend, name)}
     if "clip_factor" in overridden:
-        norms = itertools.product([xp.asarray(x, dtype=widest, **on(device)) for x in _SQUARES], (0.0, 2.5, math.inf))
+        norms = itertools.product(
+            [xp.asarray(x, dtype=widest, **device_kwargs(device)) for x in _SQUARES], (0.0, 2.5, math.inf)
+        )
         _check_member(backend, "clip_factor", [*norms])
     factors, trackers, counts = ([_made(xp, device, x) for x in xs] for xs in (_FACTORS, _TRACKERS, _COUNTS))
     for policy in _RULES if "update" in overridden else ():
@@ -136,14 +138,17 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
 
 def _check_reading(backend: Backend, xp: ModuleType, device: object) -> None:
     numbers = [0, -1, validation.LARGEST_INT32, -validation.LARGEST_INT32, 7] * 60
-    array, pair = xp.asarray(numbers, dtype=xp.int32, **on(device)), xp.zeros((2,), dtype=xp.float32, **on(device))
+    array, pair = (
+        xp.asarray(numbers, dtype=xp.int32, **device_kwargs(device)),
+        xp.zeros((2,), dtype=xp.float32, **device_kwargs(device)),
+    )
     got, (made, _) = backend.read(array), [backend.integers(values, pair) for values in (numbers, numbers[::-1])]
     _expect("what read gives, and its types,", (got, {type(value) for value in got}), (numbers, {int}))
     _expect("the dtype and shape of integers", _form(made), _form(array))
     _expect("integers", backend.read(made), numbers)
-    placed = xp.zeros((), dtype=xp.float32, **on(backend.placement(pair)))
+    placed = xp.zeros((), dtype=xp.float32, **device_kwargs(backend.placement(pair)))
     _expect("the sum of an array and of a 0-d one where placement says", _form(placed + pair), _form(pair))
-    seen = backend.peek([xp.asarray(1.5, dtype=xp.float32, **on(device)), array[-1] * 0 - 7])
+    seen = backend.peek([xp.asarray(1.5, dtype=xp.float32, **device_kwargs(device)), array[-1] * 0 - 7])
     if seen is not None:
         _expect("what peek gives, and its types,", (seen, [*map(type, seen)]), ([1.5, -7], [float, int]))
     example = backend.example()
@@ -158,7 +163,9 @@ def _check_summaries(backend: Backend, sets: Sequence[Sequence[Array]]) -> None:
     if dtype in (xp.float32, getattr(xp, "float64", None)):
         tiny = 2.0**-126 if dtype == xp.float32 else 2.0**-1022
         # Made from Python's numbers, and not computed.
-        values.append(xp.asarray([tiny / 2, -tiny / 2, tiny, 0.0, -0.0], dtype=dtype, **on(device_of(values[0]))))
+        values.append(
+            xp.asarray([tiny / 2, -tiny / 2, tiny, 0.0, -0.0], dtype=dtype, **device_kwargs(device_of(values[0])))
+        )
         wanted.append(summaries.Summary(5, 0, 0, 2, 2, tiny))
     given = _copied(values)
     for x, want, got in zip(values, wanted, backend.read_summaries(given)[0], strict=True):
@@ -172,7 +179,7 @@ def _check_subnormals(backend: Backend, like: Array, scale: float) -> None:
     xp, device = array_namespace(like), device_of(like)
     parts = (2.0, 1.5, 1.0, 0.75, 0.3, 2.0**-22, 2.0**-23)
     values = [sign * validation.round_to_float32(_SMALLEST * part) for part in parts for sign in (1.0, -1.0)]
-    given = xp.asarray(values, dtype=xp.float32, **on(device))
+    given = xp.asarray(values, dtype=xp.float32, **device_kwargs(device))
     (made,), _ = backend.unscale([given], DynamicScale(init_scale=scale).init(like))
     bits = backend.bits(made)
     if bits is None:
@@ -194,7 +201,7 @@ def _value_sets(xp: ModuleType, device: object, dtype: object) -> tuple[list[lis
     def array(shape: tuple[int, ...], bad: float = math.nan, place: int = -1) -> Array:
         size = math.prod(shape)
         numbers = [bad if k == place else -float(k - size // 2) for k in range(size)]
-        x = xp.astype(xp.reshape(xp.asarray(numbers, dtype=xp.float32, **on(device)), shape), dtype)
+        x = xp.astype(xp.reshape(xp.asarray(numbers, dtype=xp.float32, **device_kwargs(device)), shape), dtype)
         # In the order of Fortran, too.
         return x.T if shape == (5, 3) else x
 
@@ -202,13 +209,13 @@ def _value_sets(xp: ModuleType, device: object, dtype: object) -> tuple[list[lis
     spoilt = [[array(shape, bad, math.prod(shape) // 2) for shape in _SHAPES] for bad in _BAD]
     few, placed = [[], plain, *spoilt], []
     # Beside float32: a bad one of either dtype.
-    float32 = [xp.asarray([4.0, number], dtype=xp.float32, **on(device)) for number in (math.nan, 1.0)]
+    float32 = [xp.asarray([4.0, number], dtype=xp.float32, **device_kwargs(device)) for number in (math.nan, 1.0)]
     few += [[x, other, plain[3]] for x, other in zip((plain[2], spoilt[0][2]), float32, strict=True)]
     if layout := summaries.layout_of(dtype):
         # Finite, though no sum of them is.
-        few.append([xp.asarray([layout.value(layout.infinity - 1)] * 7, dtype=dtype, **on(device))])
+        few.append([xp.asarray([layout.value(layout.infinity - 1)] * 7, dtype=dtype, **device_kwargs(device))])
     elif arithmetic.dtype_kind(dtype, xp) is Kind.COMPLEX:
-        few += [[xp.asarray([2.0, complex(1.0, part)], dtype=dtype, **on(device))] for part in (*_BAD, 3.0)]
+        few += [[xp.asarray([2.0, complex(1.0, part)], dtype=dtype, **device_kwargs(device))] for part in (*_BAD, 3.0)]
     for bad, (index, shape) in itertools.product(_BAD, enumerate(_SHAPES)):
         places = sorted({0, (size := math.prod(shape)) // 2, size - 1} & {*range(size)})
         placed += [[*plain[:index], array(shape, bad, place), *plain[index + 1 :]] for place in places]
@@ -263,7 +270,9 @@ def _options(xp: ModuleType, given: list[Array], way: str) -> dict[str, object]:
     """Return the options that tell ``unscale`` where to write; complex arrays stay complex."""
     if way == "into arrays of float32":
         out = [
-            xp.zeros(x.shape, dtype=x.dtype if kind_of(x) is Kind.COMPLEX else xp.float32, **on(device_of(x)))
+            xp.zeros(
+                x.shape, dtype=x.dtype if kind_of(x) is Kind.COMPLEX else xp.float32, **device_kwargs(device_of(x))
+            )
             for x in given
         ]
         return {"out": out}
@@ -341,7 +350,7 @@ def _all(backend: Backend, same: Array) -> bool:
 
 
 def _loses_subnormals(backend: Backend, xp: ModuleType, device: object) -> bool:
-    smallest, half = (xp.full((1,), value, dtype=xp.float32, **on(device)) for value in (_SMALLEST, 0.5))
+    smallest, half = (xp.full((1,), value, dtype=xp.float32, **device_kwargs(device)) for value in (_SMALLEST, 0.5))
     bits = backend.bits(smallest * half)
     return bits is not None and backend.read(bits) == [0]
 
@@ -405,7 +414,7 @@ def _require(xp: ModuleType, like: Array) -> None:
 def _made(xp: ModuleType, device: object, values: object) -> Array:
     """Return one int or a list of them as int32, and floats as float32."""
     is_integral = isinstance(values[0] if isinstance(values, list) else values, int)
-    return xp.asarray(values, dtype=xp.int32 if is_integral else xp.float32, **on(device))
+    return xp.asarray(values, dtype=xp.int32 if is_integral else xp.float32, **device_kwargs(device))
 
 
 def _expect_values(what: str, got: Array, values: object) -> None:
