@@ -12,7 +12,7 @@ from gradscale import Backend, DynamicScale, ScaleState
 from gradscale.core import arithmetic, tree
 from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
 from gradscale.core.backend import HostRead, require_values
-from gradscale.core.gradients import Collected, Listed, Request, named_gradients
+from gradscale.core.gradients import Collected, ParameterCache, Request, named_gradients
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32
@@ -266,17 +266,17 @@ class ScalerBackend(TorchBackend):
         """
         return multiply((outputs,))[0] if isinstance(outputs, Tensor) else _mapped(outputs, multiply)
 
-    def collect(self, optimizer: Any, listed: Listed, request: Request) -> Collected:
+    def collect(self, optimizer: Any, cache: ParameterCache, request: Request) -> Collected:
         """Return an optimizer's gradients."""
-        return gradients.TensorGradients(self._settings, optimizer, listed, request, is_replayed=self.is_replayed)
+        return gradients.TensorGradients(self._settings, optimizer, cache, request, is_replayed=self.is_replayed)
 
     def reads_verdict(self, optimizer: Optimizer) -> bool:
         """Tell whether the host reads the verdict in each step: not of a fused optimizer."""
         return not getattr(optimizer, "_step_supports_amp_scaling", False)
 
-    def was_left_scaled(self, optimizer: object, listed: Listed) -> bool:
+    def was_left_scaled(self, optimizer: object, cache: ParameterCache) -> bool:
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
-        parameters = listed.get(id(optimizer))
+        parameters = cache.get(id(optimizer))
         return isinstance(parameters, gradients.Parameters) and parameters.left_scaled
 
     def groups_of(self, optimizer: Optimizer) -> Sequence[Collectives]:
@@ -285,9 +285,9 @@ class ScalerBackend(TorchBackend):
         meshes = gradients.meshes_of(one.parameter for one in named_gradients(optimizer))
         return gradients.groups_over(meshes, self._settings.timeout)
 
-    def norm_groups(self, optimizer: Any, listed: Listed) -> Sequence[Collectives]:
+    def norm_groups(self, optimizer: Any, cache: ParameterCache) -> Sequence[Collectives]:
         """Return the mesh over which the norm of DTensor gradients is taken."""
-        return gradients.groups_over(gradients.require_norm(optimizer, listed), self._settings.timeout)
+        return gradients.groups_over(gradients.require_norm(optimizer, cache), self._settings.timeout)
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"is_replayed": False, "_fitting": (None, None)}

@@ -16,7 +16,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import aliasing, gradients
 from gradscale.core.arithmetic import clip_numbers
-from gradscale.core.gradients import Findings, Listed, Request, ScaleView
+from gradscale.core.gradients import Findings, ParameterCache, Request, ScaleView
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import bits_of_float32, float32_from_bits
 from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, short_repr
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
 class Parameters:
     """An optimizer's parameters, kept from call to call; whether its last step was left to unscale by itself."""
 
-    listed: gradients.ListedParameters
+    lists: gradients.ParameterLists
     meshes: tuple[DeviceMesh, ...]
     left_scaled: bool = False
 
@@ -112,9 +112,9 @@ class TensorGradients:
     is_touched = False
 
     def __init__(
-        self, settings: Settings, optimizer: Optimizer, listed: Listed, request: Request, *, is_replayed: bool
+        self, settings: Settings, optimizer: Optimizer, cache: ParameterCache, request: Request, *, is_replayed: bool
     ) -> None:
-        parameters = _parameters_of(optimizer, listed)
+        parameters = _parameters_of(optimizer, cache)
         self._settings, self._optimizer, self._parameters, self._request = settings, optimizer, parameters, request
         self._is_replayed = is_replayed
         # The tensors of values, to be overwritten; and the sparse gradients with duplicate indices, whose sums must be
@@ -133,7 +133,7 @@ class TensorGradients:
         trains_on_cpu = target is None or (not isinstance(target, int) and torch.device(target).type == "cpu")
         if first is not None and (trains_on_cpu or not first[0].is_cpu):
             return first[0]
-        parameters = self._parameters.listed.unique
+        parameters = self._parameters.lists.unique
         return torch.zeros((), device=parameters[0].device if target is None and parameters else target)
 
     @property
@@ -247,7 +247,7 @@ class TensorGradients:
             return torch.full_like(own, math.hypot(*map(float32_from_bits, norms))), own
         counted = [
             kernel_view(one.grad)
-            for one in self._parameters.listed.unique
+            for one in self._parameters.lists.unique
             if one.grad is not None and _is_counted_here(one.grad)
         ]
         own = norm_of(group_tensors(counted), target).double()
@@ -255,18 +255,18 @@ class TensorGradients:
 
     def _require_whole(self) -> None:
         """Raise InvalidValueError for gradients that are sums still to be made, before anything is modified."""
-        sharded: list[Any] = [one for one in self._parameters.listed.unique if hasattr(one, "device_mesh")]
+        sharded: list[Any] = [one for one in self._parameters.lists.unique if hasattr(one, "device_mesh")]
         if any(placement.is_partial() for one in sharded if one.grad is not None for placement in one.grad.placements):
             name = type(self._optimizer).__name__
             msg = f"unscale_(max_norm=) needs reduced gradients, got DTensors with Partial placements in {name}"
             raise InvalidValueError(msg)
 
 
-def require_norm(optimizer: Optimizer, listed: Listed) -> tuple[DeviceMesh, ...]:
+def require_norm(optimizer: Optimizer, cache: ParameterCache) -> tuple[DeviceMesh, ...]:
     """Return the mesh of DTensor parameters, or none; InvalidValueError for several norms, on every rank alike."""
-    parameters = _parameters_of(optimizer, listed)
+    parameters = _parameters_of(optimizer, cache)
     name, meshes = type(optimizer).__name__, parameters.meshes
-    is_mixed = meshes and not all(hasattr(one, "device_mesh") for one in parameters.listed.unique)
+    is_mixed = meshes and not all(hasattr(one, "device_mesh") for one in parameters.lists.unique)
     if is_mixed or len(meshes) > 1:
         what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {meshes}"
         msg = (
@@ -277,33 +277,33 @@ def require_norm(optimizer: Optimizer, listed: Listed) -> tuple[DeviceMesh, ...]
     return meshes
 
 
-def _listed(optimizer: Optimizer) -> gradients.ListedParameters:
+def _lists_of(optimizer: Optimizer) -> gradients.ParameterLists:
     if not hasattr(optimizer, "param_groups"):
         raise gradients.no_optimizer(optimizer, "param_groups, dicts with a list of 'params'")
-    return gradients.ListedParameters(listed for _, listed in gradients.parameter_lists(optimizer))
+    return gradients.ParameterLists(parameters for _, parameters in gradients.parameter_lists(optimizer))
 
 
-def _parameters_of(optimizer: Optimizer, kept: Listed) -> Parameters:
+def _parameters_of(optimizer: Optimizer, cache: ParameterCache) -> Parameters:
     """Return an optimizer's parameters, those that are kept if they are the same."""
-    known: Parameters | None = kept.get(id(optimizer))
-    if known is not None and known.listed.are_those_of(optimizer):
+    known: Parameters | None = cache.get(id(optimizer))
+    if known is not None and known.lists.are_those_of(optimizer):
         return known
-    listed = _listed(optimizer)
-    for parameter in listed.unique:
+    lists = _lists_of(optimizer)
+    for parameter in lists.unique:
         if not isinstance(parameter, Tensor):
             msg = (
                 f"expected param to be torch.Tensor, got {type(parameter).__name__}: {short_repr(parameter)} in the "
                 f"param_groups of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
             )
             raise InvalidTypeError(msg)
-    found = [parameter.grad for parameter in listed.unique if parameter.grad is not None]
+    found = [parameter.grad for parameter in lists.unique if parameter.grad is not None]
     for index, gradient in enumerate(found):
         if gradient.layout == torch.strided and not gradient.is_contiguous():
             local = local_tensor(gradient)
             if aliasing.overlaps_itself(local.shape, local.stride()):
                 raise overlap(index, local)
-    parameters = Parameters(listed, meshes_of(listed.unique))
-    kept.set(optimizer, parameters)
+    parameters = Parameters(lists, meshes_of(lists.unique))
+    cache.set(optimizer, parameters)
     return parameters
 
 
@@ -336,7 +336,7 @@ def forbid_meta(groups: Groups) -> None:
 
 def _collect(parameters: Parameters, *, allow_fp16: bool, has_norm: bool) -> tuple[Groups, Sequence[Tensor]]:
     """Return the tensors of floating gradients, and sparse ones with duplicate indices: a host read on a device."""
-    tensors = [gradient for parameter in parameters.listed.unique if (gradient := parameter.grad) is not None]
+    tensors = [gradient for parameter in parameters.lists.unique if (gradient := parameter.grad) is not None]
     if len(set(map(id, tensors))) < len(tensors):
         # One tensor may be the gradient of two parameters.
         tensors = list({id(gradient): gradient for gradient in tensors}.values())
@@ -351,7 +351,7 @@ def _collect(parameters: Parameters, *, allow_fp16: bool, has_norm: bool) -> tup
             _check_dtypes(dtypes, allow_fp16)
             forbid_meta(groups)
             return groups, ()
-    owned = {id(one.grad): one for one in reversed(parameters.listed.unique) if one.grad is not None}
+    owned = {id(one.grad): one for one in reversed(parameters.lists.unique) if one.grad is not None}
     _check_dtypes({one.grad.dtype for one in owned.values() if one.grad is not None}, allow_fp16)
     chosen, uncoalesced = [], []
     for parameter in reversed(owned.values()):
@@ -361,7 +361,7 @@ def _collect(parameters: Parameters, *, allow_fp16: bool, has_norm: bool) -> tup
                 # Only sums have a norm; and the optimizer would sum in float16, where they overflow easily.
                 is_half = grad.dtype is torch.float16
                 summed = grad.to(torch.float32 if is_half else grad.dtype).coalesce().to(grad.dtype)
-                for one in parameters.listed.unique:
+                for one in parameters.lists.unique:
                     if one.grad is grad:
                         one.grad = summed
             else:

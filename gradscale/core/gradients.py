@@ -43,7 +43,7 @@ _Assign: TypeAlias = Callable[[dict[int, Array]], None]
 
 _INFINITY_BITS = 0x7F800000
 
-Listed: TypeAlias = IdentityMap[Any]
+ParameterCache: TypeAlias = IdentityMap[Any]
 """The parameters of optimizers as a framework lists them, kept from call to call."""
 
 
@@ -153,7 +153,7 @@ class Gradients:
     groups: Sequence[Collectives] = ()
     __slots__ = ("_assign", "_leaves", "_master_dtype", "_request", "_what", "is_touched")
 
-    def __init__(self, optimizer: Optimizer, listed: Listed, request: Request) -> None:  # noqa: ARG002
+    def __init__(self, optimizer: Optimizer, cache: ParameterCache, request: Request) -> None:  # noqa: ARG002
         try:
             if hasattr(optimizer, "param_groups"):
                 self._leaves, self._assign = _from_param_groups(cast("OptimizerWithGroups", optimizer))
@@ -413,7 +413,7 @@ class InspectedArray(NamedTuple):
     key: str = ""
 
 
-class ListedParameters:
+class ParameterLists:
     """An optimizer's parameters as its groups listed them, to notice when they change; ``unique`` holds each once."""
 
     __slots__ = ("_lists", "unique")

@@ -49,7 +49,7 @@ class Diagnosis:
 
     def __init__(self, parts: Parts, *, enabled: bool) -> None:
         self._current, self._agreement, self._reports = parts.current, parts.agreement, parts.reports
-        self._hooks, self._listed, self._tally = parts.current.adapter, parts.listed, parts.tally
+        self._hooks, self._cache, self._tally = parts.current.adapter, parts.cache, parts.tally
         self._enabled = enabled
 
     def of_overflow(self, optimizer: Optimizer, iteration: Iteration) -> OverflowReport:
@@ -127,7 +127,7 @@ class Diagnosis:
             return True
         if progress is not None and progress.stage is Stage.UNSCALED:
             return progress.pending is not None and progress.pending.found.is_scaled
-        if not self._hooks.was_left_scaled(optimizer, self._listed):
+        if not self._hooks.was_left_scaled(optimizer, self._cache):
             return False
         # An optimizer that unscales by itself does so only where it steps.
         verdict = _known(progress)

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple, NoReturn
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.arithmetic import is_floating
-from gradscale.core.gradients import Collected, Findings, GivenNorm, Listed, Request, named_gradients, no_optimizer
+from gradscale.core.gradients import (
+    Collected,
+    Findings,
+    GivenNorm,
+    ParameterCache,
+    Request,
+    named_gradients,
+    no_optimizer,
+)
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.snapshot import Snapshot
 from gradscale.core.summaries import sum_of_bits
@@ -58,7 +66,7 @@ class Parts(NamedTuple):
     current: CurrentScale
     agreement: Agreement
     reports: Reports
-    listed: Listed
+    cache: ParameterCache
     """The parameters of optimizers, kept from call to call."""
     mistakes: Mistakes
     """Warns of loops that are probably wrong."""
@@ -166,7 +174,7 @@ class Iteration:
 
     def __init__(self, number: int, parts: Parts, steps_before: int = 0, alone_before: int = 0) -> None:
         self.number, self.parts, self.steps_before, self.alone_before = number, parts, steps_before, alone_before
-        self.current, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard, *_ = parts
+        self.current, self.agreement, self.reports, self._cache, self.mistakes, self.tally, self.guard, *_ = parts
         # With the position of the optimizer's streak.
         self.steps: list[tuple[StepReport, int | None]] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
@@ -584,11 +592,11 @@ class Iteration:
         """Return an optimizer's gradients, or the norm that the program has clipped them by."""
         adapter = self.current.adapter
         if norm is None:
-            return adapter.collect(optimizer, self._listed, request)
+            return adapter.collect(optimizer, self._cache, request)
         groups = adapter.groups_of(optimizer)
         is_read = self.agreement.is_alone and not groups and request.divides and adapter.reads_verdict(optimizer)
         return GivenNorm(
-            value_of(norm), lambda: adapter.collect(optimizer, self._listed, UNSCALING).like, groups, is_read=is_read
+            value_of(norm), lambda: adapter.collect(optimizer, self._cache, UNSCALING).like, groups, is_read=is_read
         )
 
     def _forbid_unscaled(self, progress: Progress, where: str = "") -> NoReturn:
@@ -684,7 +692,7 @@ class Iteration:
 
             def like() -> Array | None:
                 with contextlib.suppress(Exception):
-                    return current.adapter.collect(optimizer, self._listed, UNSCALING).like
+                    return current.adapter.collect(optimizer, self._cache, UNSCALING).like
                 return None
 
             scale = self.in_force(like).scale
@@ -729,7 +737,7 @@ class Iteration:
     def request(self, optimizer: Optimizer, clipping: Clipping) -> Request:
         """Return what clipping asks for; InvalidValueError for gradients without a norm, before any is modified."""
         agreement, current = self.agreement, self.current
-        groups = current.adapter.norm_groups(optimizer, self._listed)
+        groups = current.adapter.norm_groups(optimizer, self._cache)
         if not groups and clipping.norm_over == "group":
             groups = agreement.usable_groups()
         if not groups:
@@ -777,7 +785,7 @@ class Iteration:
         if not (self.parts.is_guard and is_first) or progress.refused or progress.by_closure:
             return False
         groups = self.groups_for(optimizer)
-        return not groups and self.current.adapter.collect(optimizer, self._listed, UNSCALING).like is None
+        return not groups and self.current.adapter.collect(optimizer, self._cache, UNSCALING).like is None
 
     def _tell_of_no_gradients(self, progress: Progress, optimizer: Optimizer, scale: float) -> None:
         """Report a step without gradients: of a guard it does nothing, and else it is CallOrderError."""

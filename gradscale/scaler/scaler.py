@@ -707,7 +707,7 @@ class GradScaler:
         is_kept = (iteration.state is None or not iteration.current.is_fresh) and iteration.is_at_boundary
         scaled, losses = (iteration.scaled, iteration.losses) if is_kept else (False, Losses())
         # Each part says by itself what of it is kept.
-        parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap(), snapshots=())))
+        parts = Parts._make(map(copy.copy, self._parts._replace(cache=IdentityMap(), snapshots=())))
         if not is_kept:
             # The copy has no gradients of its own.
             parts.current.mark_unused()
@@ -756,10 +756,10 @@ class GradScaler:
                 "gradscale.StepGuard(group=...), which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
-        current, listed = self._parts.current, self._parts.listed
+        current, cache = self._parts.current, self._parts.cache
         # It refuses gradients that have no norm.
-        current.adapter.norm_groups(optimizer, listed)
-        gradients = current.adapter.collect(optimizer, listed, Request(clipping.max_norm, are_scaled=False))
+        current.adapter.norm_groups(optimizer, cache)
+        gradients = current.adapter.collect(optimizer, cache, Request(clipping.max_norm, are_scaled=False))
         like = gradients.like
         if like is None:
             return None
