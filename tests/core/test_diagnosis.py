@@ -21,7 +21,7 @@ from gradscale.tools.callbacks import row_of
 LONG = True
 
 
-@pytest.mark.filterwarnings("ignore:gradients of .* are divided by the scale in float16:UserWarning")
+@pytest.mark.filterwarnings("ignore:gradients of .* are divided by the scale in .*float16:UserWarning")
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 def test_random_diagnoses_of_any_optimizer_are_the_models_and_change_nothing(arrays: Library):
     for seed in range(examples({"numpy": 500, "torch": 500}.get(arrays.name, 25))):
