@@ -17,7 +17,11 @@ from gradscale import BackendError, CallOrderError, DynamicScale, GradScaler, In
 from gradscale.core.registry import collectives_for
 from gradscale.testing import check_backend, check_library
 
-pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
+pytestmark = [
+    pytest.mark.cupy,
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:gradients of .* are divided by the scale in float16:UserWarning"),
+]
 
 
 def state_of(cupy, scale: float = 4.0):

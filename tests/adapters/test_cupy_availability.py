@@ -62,7 +62,7 @@ ERRORS: dict[str, tuple[BaseException | int, int, int, str | None]] = {
     "kernel": (700, 12020, 12090, f"{FAILED}cudaErrorSome: some text"),
     # Its numbers mean other things.
     "another library's number": (error_of(NVRTC, "NVRTC_ERROR", OLD_DRIVER), 12020, 12090, f"{FAILED}NVRTC_ERROR"),
-    "compiler": (error_of(COMPILER, "error: no\n  such\n", base=Exception), 0, 0, f"{FAILED}error: no\n  such\n"),
+    "compiler": (error_of(COMPILER, "error: no\n  such\n", base=Exception), 0, 0, f"{FAILED}error: no\\n  such\\n"),
     "memory": (error_of("cupy.cuda.memory.OutOfMemoryError", base=MemoryError), 12020, 12090, None),
     "gradscale": (CallOrderError("order"), 12020, 12090, None),
     "interrupt": (KeyboardInterrupt(), 12020, 12090, None),
