@@ -119,7 +119,7 @@ for backend in ("torch", "jax"):
 
 # The modules whose public names the reference has, all of them.
 DOCUMENTED = (
-    *("gradscale", "gradscale.errors", "gradscale.policies.rules", "gradscale.tools.simulation"),
+    *("gradscale", "gradscale.errors", "gradscale.tools.simulation"),
     *("gradscale_numpy", "gradscale_numpy.mpi", "gradscale_torch", "gradscale_torch.plugins", "gradscale_cupy"),
     *("gradscale_nccl", "gradscale_mlx"),
     *("gradscale_jax", "gradscale_torch.keras_optimizer", "gradscale_jax.keras_optimizer"),

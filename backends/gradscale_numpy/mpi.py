@@ -42,6 +42,7 @@ _ENDING = 2.0
 
 
 _senders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_has_warned = False
 
 # In a child after fork: the process that has initialised its MPI.
 _started_by: list[int] = []
@@ -78,11 +79,13 @@ def _require_not_finalized() -> None:
 
 
 def _look_at_threads() -> None:
-    """Warn of a thread that sends, and that MPI is not initialised for."""
+    """Warn once of a thread that MPI is not initialised for."""
+    global _has_warned
     level, thread = MPI.Query_thread(), threading.current_thread()
     _senders.add(thread)
     is_serial = level == MPI.THREAD_SERIALIZED and sum(one.is_alive() for one in _senders) > 1
-    if is_serial or (level < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main()):
+    if not _has_warned and (is_serial or (level < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main())):
+        _has_warned = True
         warn_caller(
             f"MPI is initialised for calls of {'one thread at a time' if is_serial else 'its main thread alone'}, of "
             f"ours and yours together, and may fail in any way, got a step in {thread.name}: leave "
@@ -185,7 +188,6 @@ class MPICollectives:
         if self._comm == MPI.COMM_NULL:
             msg = f"the communicator was freed on rank {self.rank} of {self.size}: keep it, or set_group() to another"
             raise BackendError(msg)
-        _look_at_threads()
         require_message(x)
         is_host = isinstance(x, np.ndarray)
         send = np.ascontiguousarray(x) if is_host else np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
@@ -194,6 +196,8 @@ class MPICollectives:
         _under_way[id(request)] = (request, self._comm, send, receive)
 
         def finish() -> Array:
+            # Here, since an error in the start would lose the group.
+            _look_at_threads()
             self._wait(request, "the agreement on a step")
             return receive if is_host else registry.backend_for(x).integers(receive.tolist(), x)
 

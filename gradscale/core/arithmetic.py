@@ -132,7 +132,8 @@ def widened(x: Array) -> Array:
 
 def scaled(x: Array, factor: Array) -> Array:
     """Multiply a floating array by a 0-d float32 on its device; a 0-d one of half precision comes back as float32."""
-    wide = multiply(widened(x), factor)
+    with _quiet(array_namespace(x)):
+        wide = multiply(widened(x), factor)
     return wide if x.shape == () else narrowed(wide, x.dtype)
 
 
@@ -141,9 +142,15 @@ def narrowed(wide: Array, dtype: object) -> Array:
     if wide.dtype == dtype:
         return wide
     xp = array_namespace(wide)
-    # NumPy raises where rounding overflows or underflows if the program has told it to.
-    with xp.errstate(all="ignore") if xp.__name__ in _NUMPY else contextlib.nullcontext():
+    with _quiet(xp):
         return xp.astype(wide, dtype)
+
+
+def _quiet(xp: Namespace) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which NumPy does not raise for inf and subnormals, though the program has told it to."""
+    quiet: contextlib.AbstractContextManager[object]
+    quiet = xp.errstate(all="ignore") if xp.__name__ in _NUMPY else contextlib.nullcontext()
+    return quiet
 
 
 def nonfinite_flag(stored: Array, where: object, wide: Array | None = None) -> Array:

@@ -560,10 +560,9 @@ class Iteration:
             else:
                 self._tell_of_failure(optimizer)
             raise
-        if groups and not_scaled is not None and self.verdict(progress).reason is Reason.NOT_SCALED:
+        if groups and not_scaled is not None:
             # As in a pipeline, another rank may have the loss.
-            progress.stage, progress.pending = Stage.READY, None
-            self._forbid_unscaled(progress, " on any rank")
+            self.verdict(progress)
         if found.narrow:
             self.mistakes.warn_of_half(type(optimizer).__name__, found.narrow)
         return found.norm
@@ -730,6 +729,9 @@ class Iteration:
         except OF_ALL_RANKS as error:
             self.agreement.fail(error)
             raise
+        if verdict.reason is Reason.NOT_SCALED:
+            progress.stage, progress.pending = Stage.READY, None
+            self._forbid_unscaled(progress, " on any rank")
         if verdict.is_unscaled and pending.groups:
             self.mistakes.tell_of_no_scale(self.number, "all ranks")
         return verdict

@@ -218,11 +218,17 @@ class OverflowReport:
         )
 
     def worst(self, limit: int) -> OverflowReport:
-        """Return the report with at most so many entries, and as many broken arrays."""
+        """Return the report with at most so many entries, among them the largest, and as many broken arrays."""
         nonfinite, finite, broken = _omitted(self, limit)
+        entries, largest = self.entries[:limit], max(self.entries, key=lambda one: one.largest or 0.0, default=None)
+        if entries and largest is not None and largest not in entries:
+            # The magnitude of the step in logs and plots.
+            entries = (*entries[:-1], largest)
+            change = (entries[-1].nonfinite > 0) - (self.entries[limit - 1].nonfinite > 0)
+            nonfinite, finite = nonfinite - change, finite + change
         return dataclasses.replace(
             self,
-            entries=self.entries[:limit],
+            entries=entries,
             broken=self.broken and self.broken[:limit],
             omitted_nonfinite=self.omitted_nonfinite + nonfinite,
             omitted_finite=self.omitted_finite + finite,

@@ -421,7 +421,8 @@ class GradScaler:
                     owner = progress.owner() if progress.owner is not None else None
                     position = None if owner is None else parts.tally.position_of(owner)
                     told.append((step_report(progress.left_out, ended.number, parts.agreement.rank()), position))
-            alone = ended.alone_before + (steps - ended.steps_before if parts.agreement.is_alone else 0)
+            is_alone = parts.agreement.is_alone and ended.is_alone
+            alone = ended.alone_before + (steps - ended.steps_before if is_alone else 0)
             following = Iteration(ended.number + 1, parts, steps, alone)
             if parts.is_guard and ended.is_over:
                 following.go_on_from(ended)
@@ -661,8 +662,11 @@ class GradScaler:
         if self._parts.is_guard:
             # The keys do not depend on how far a run has come.
             counts.setdefault("dropped", 0)
-        # Not those of this iteration that are skipped, which some ranks may leave out.
-        steps = iteration.steps_before + sum(progress.is_made for progress in iteration.progresses)
+        # Not those made alone, which a rank that joins has not made, nor those of this iteration that are skipped,
+        # which some ranks may leave out.
+        steps = iteration.steps_before - iteration.alone_before
+        if not (self._parts.agreement.is_alone and iteration.is_alone):
+            steps += sum(progress.is_made for progress in iteration.progresses)
         return checkpoint.build(current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:

@@ -9,12 +9,18 @@ from typing import NamedTuple
 
 from gradscale.core import validation
 from gradscale.core.identity import Positions
-from gradscale.errors import TrainingStalledError, TrainingStalledWarning, warn_caller
+from gradscale.errors import (
+    InvalidValueError,
+    TrainingStalledError,
+    TrainingStalledWarning,
+    short_repr,
+    warn_caller,
+)
 from gradscale.scaler.reports import COUNTED, REASONS, StepReport
 
 WARN_AFTER = 50
 # A scale falls once in so many skipped steps, or oftener: the hysteresis of a policy.
-_SLOWEST_FALL = 8
+_SLOWEST_FALL = 32
 _SEEN, _DROPPED = "spikes seen", "dropped"
 _CAUSES: dict[str, str] = {words.name: words.cause for words in REASONS.values() if words.cause}
 
@@ -76,15 +82,26 @@ _NO_STREAK = SkipStreak()
 
 def text_of(streaks: Iterable[SkipStreak]) -> str:
     """Return streaks as one value, however many there are."""
-    return json.dumps([{**streak.reasons} for streak in streaks])
+    return json.dumps([{**one.reasons, "scales": [one.first, one.since_fall, one.last]} for one in streaks])
 
 
 def streaks_from(text: object) -> list[SkipStreak]:
     """Return the streaks of a state dict; InvalidValueError or InvalidTypeError for another text than it has."""
-    return [
-        SkipStreak({name: validation.count("streaks", count, 1) for name, count in each.items() if name in _CAUSES})
-        for each in [validation.mapping("streaks", one) for one in validation.parse_list("streaks", text)]
-    ]
+    streaks = []
+    for each in [validation.mapping("streaks", one) for one in validation.parse_list("streaks", text)]:
+        reasons = {name: validation.count("streaks", count, 1) for name, count in each.items() if name in _CAUSES}
+        first, since_fall, last = _scales(each.get("scales", [0.0, 0, 0.0]))
+        streaks.append(SkipStreak(reasons, frozenset(), first, since_fall, last))
+    return streaks
+
+
+def _scales(saved: object) -> tuple[float, int, float]:
+    if not isinstance(saved, list) or len(saved) != 3:
+        msg = f"the scales of streaks must be the three numbers that state_dict() gives, got {short_repr(saved)}"
+        raise InvalidValueError(msg)
+    name, (first, since_fall, last) = "the scales of streaks", saved
+    number = validation.number
+    return number(name, first, at_least=0.0), validation.count(name, since_fall), number(name, last, at_least=0.0)
 
 
 def raise_or_warn(sentences: Iterable[str], *, gives_up: bool) -> None:

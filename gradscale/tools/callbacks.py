@@ -372,7 +372,8 @@ def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
             rows += [{**json.loads(line), "line": number}] if line else []
         except (ValueError, TypeError, RecursionError) as error:
             # A row that has its end is not cut, unless that is the end of an object in it.
-            if not line.startswith("{") or (line.endswith("}") and getattr(error, "pos", 0) < len(line)):
+            is_cut = getattr(error, "pos", 0) >= len(line) or "Unterminated" in str(error)
+            if not line.startswith("{") or (line.endswith("}") and not is_cut):
                 msg = f"line {number} of {where!r} must hold a JSON object, got {line!r:.60}"
                 raise InvalidValueError(msg) from error
             cut.append(number)

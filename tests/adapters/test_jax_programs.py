@@ -521,7 +521,7 @@ def assert_step(program, loss, here: Left, row: list[float], stepped, saved, rep
     if error or len(row) >= program.limits.get("give_up_after", MOST):
         assert kind is type(error)
     else:
-        is_falling = len(row) > 1 and 1.0 < row[-1] < row[0] and any(a > b for a, b in itertools.pairwise(row[-9:]))
+        is_falling = len(row) > 1 and 1.0 < row[-1] < row[0] and any(a > b for a, b in itertools.pairwise(row[-33:]))
         warns = len(row) >= program.limits.get("warn_after", MOST) and not is_falling
         assert kind is (gradscale.TrainingStalledWarning if warns else None)
     if kind is gradscale.ScaleUnderflowError:

@@ -146,12 +146,14 @@ def test_the_history_keeps_the_worst_rows_of_a_table_and_the_last_step_all():
     optimizer, scaler = Tree(), GradScaler(diagnose="on_overflow")
     for _ in range(3):
         scaler.scale(np.float32(1.0))
-        optimizer.grads = [np.float32([value]) for value in (*[1.0] * 5, *[math.nan] * 25)]
+        optimizer.grads = [np.float32([value]) for value in (*[1.0] * 4, 400.0, *[math.nan] * 25)]
         scaler.step(optimizer)
         scaler.update()
     whole, kept = scaler.last_step(optimizer).overflow, scaler.history[-1].overflow
-    assert (len(whole.entries), len(kept.entries), kept.entries) == (30, 20, whole.entries[:20])
-    assert (kept.omitted_nonfinite, kept.omitted_finite, str(kept)) == (5, 5, str(whole))
+    largest = next(entry for entry in whole.entries if entry.largest)
+    assert (len(whole.entries), kept.entries) == (30, (*whole.entries[:19], largest))
+    assert (kept.omitted_nonfinite, kept.omitted_finite) == (6, 4)
+    assert row_of(scaler.history[-1])["magnitude"] == row_of(scaler.last_step(optimizer))["magnitude"] > 0
 
 
 def test_an_optimizer_that_cannot_be_searched_is_diagnosed_as_before(arrays: Library):

@@ -122,12 +122,29 @@ def test_ranks_that_have_stepped_alone_unequally_can_join():
             guard.unscale_(tree)
         for tree in trees:
             guard.step(tree)
-        alone = guard.state_dict()["steps"]
+        # Ranks compare no steps that were made alone.
+        alone, taken = guard.state_dict()["steps"], guard.counts()["taken"]
         guard.set_group(group)
         guard.step(trees[0])
-        return [alone, guard.last_step(trees[0]).reason, guard.state_dict()["steps"]]
+        return [alone, taken, guard.last_step(trees[0]).reason, guard.state_dict()["steps"]]
 
-    assert run_ranks(3, rank) == [[alone, "stepped", 1] for alone in (1, 2, 3)]
+    assert run_ranks(3, rank) == [[0, taken, "stepped", 1] for taken in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("calls", [("load", "set_group"), ("set_group", "load")], ids=" ".join)
+def test_a_rank_that_loads_the_state_of_one_that_has_trained_alone_joins_it(calls: tuple[str, ...]):
+    alone = gradscale.StepGuard()
+    for _ in range(3):
+        iterate_plainly(alone, Tree())
+    saved = alone.state_dict()
+
+    def rank(group) -> str:
+        guard = gradscale.StepGuard() if group.rank else alone
+        for call in calls if group.rank else ("set_group",):
+            guard.set_group(group) if call == "set_group" else guard.load_state_dict(saved)
+        return iterate_plainly(guard, Tree()).reason
+
+    assert run_ranks(2, rank) == ["stepped"] * 2
 
 
 def test_gradients_that_were_partly_unscaled_are_not_unscaled_again():

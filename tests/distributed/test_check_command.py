@@ -128,7 +128,7 @@ class World:
     def versions(self) -> dict[str, str]:
         return {"numpy": f"2.{self.rank}"} | ({"torch": "2.7"} if self.rank == 0 else {})
 
-    def put(self, number: int, report):
+    def send(self, number: int, report):
         self._reports[self.rank, number] = report
 
     def get(self, rank: int, number: int):

@@ -128,7 +128,7 @@ class Memory:
 
 @dataclasses.dataclass
 class Streak:
-    """Skipped steps of an optimizer in a row: how many for each reason; of those since a load, rank and scale."""
+    """Skipped steps of an optimizer in a row: how many for each reason; of those since a load, the rank; the scales."""
 
     reasons: collections.Counter[str]
     ranks: list[int | None] = dataclasses.field(default_factory=list)
@@ -137,6 +137,22 @@ class Streak:
 
     def __len__(self) -> int:
         return sum(self.reasons.values())
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What a state dict has of it: how many for each reason; the first scale, the steps since a fall, the last."""
+        falls = [index for index, (a, b) in enumerate(itertools.pairwise(self.scales), 2) if b < a]
+        since, ends = len(self.scales) - max(falls, default=0), self.scales or [0.0]
+        return {**self.reasons, "scales": [ends[0], since, ends[-1]]}
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "Streak":
+        """Return a streak with scales as those that were saved."""
+        reasons = {**saved}
+        first, since, last = reasons.pop("scales")
+        fell = [first, last + 1.0, *[last] * (since + 1)]
+        scales = fell if last < first else [*[first] * (since - 1), last]
+        return cls(collections.Counter(reasons), scales=scales if first else [])
 
 
 @dataclasses.dataclass
@@ -172,6 +188,7 @@ class Model:
     def __init__(self, rank: int, size: int, has_group: bool, is_guard: bool, policy, settings: dict[str, Any]):
         self.is_guard = is_guard
         self.rank, self.size, self.policy, self.state = rank, size, policy, policy.init(np.float32(0.0))
+        self.loaded_steps = 0
         self.iteration, self.steps, self.counts = 1, 0, dict.fromkeys(("taken", "overflow", "spike", "refused"), 0)
         # Whether another rank may have scaled; whether nothing ever was, or since a load or by this state.
         self.has_group, self.is_new, self.is_unused, self.is_fresh = has_group, True, True, True
@@ -206,7 +223,7 @@ class Model:
 
     def restart(self, saved: str = "[]"):
         """Count the steps of each optimizer that are skipped in a row from here on, after those that were saved."""
-        self.streaks = [Streak(collections.Counter(reasons)) for reasons in json.loads(saved)]
+        self.streaks = [Streak.of(one) for one in json.loads(saved)]
 
     def streak(self, k: int) -> "Streak":
         """Return the skipped steps of an optimizer in a row."""
@@ -490,7 +507,7 @@ class Model:
             streak, most = self.streaks[position], self.settings["warn_after"]
             scales = streak.scales
             # As a first scale that is much too large does for long.
-            is_falling = 1.0 < scales[-1] < scales[0] and any(a > b for a, b in itertools.pairwise(scales[-9:]))
+            is_falling = 1.0 < scales[-1] < scales[0] and any(a > b for a, b in itertools.pairwise(scales[-33:]))
             is_due = most is not None and len(streak) >= (10 * streak.warned_at or most) and not is_falling
             if gives_up or is_due:
                 break
@@ -542,13 +559,18 @@ class Model:
             **({} if self.settings["give_up_after"] is None else {"streaks": self.saved_streaks()}),
             "counts": self.counts | ({"dropped": 0} if self.is_guard else {}),
             # Without those of this iteration that are skipped.
-            "steps": self.steps + sum(t.stage == "stepped" and t.reason == "stepped" for t in self.turns.values()),
+            "steps": self.steps_over_ranks(),
         }
+
+    def steps_over_ranks(self) -> int:
+        """Return how many steps were made, but for those made alone; those of this iteration, too."""
+        is_made = [turn.stage == "stepped" and turn.reason == "stepped" for turn in self.turns.values()]
+        return self.steps + sum(is_made) if self.has_group else self.loaded_steps
 
     def saved_streaks(self) -> str:
         """Return the streaks as a state dict has them."""
-        known = [dict(streak.reasons) for streak in self.streaks]
-        return json.dumps(known[: 1 + max((index for index, one in enumerate(known) if one), default=-1)])
+        last = max((index for index, one in enumerate(self.streaks) if len(one)), default=-1)
+        return json.dumps([streak.saved for streak in self.streaks[: last + 1]])
 
     def load(self, saved: Mapping[str, Any], spikes: Sequence[Any], is_kept: bool):
         """Go on with a state dict, and the windows of each rank; gradients that nobody has unscaled may be kept."""
@@ -562,7 +584,8 @@ class Model:
         self.state = type(self.state)(np.asarray(self.policy.clamp(saved["scale"]), np.float32), *trackers)
         counts, self.iteration = saved.get("counts", {}), saved.get("iteration", 1)
         self.counts = {name: counts.get(name, 0) for name in self.counts}
-        kept, self.steps = (self.used, self.losses, self.is_judged, self.is_scaled), saved.get("steps", 0)
+        kept = self.used, self.losses, self.is_judged, self.is_scaled
+        self.steps = self.loaded_steps = saved.get("steps", 0)
         self.is_unused = self.is_unused or self.is_begun
         self.is_new, self.is_fresh = False, True
         self.restart(saved.get("streaks", "[]"))
