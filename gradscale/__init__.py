@@ -81,7 +81,7 @@ if typing.TYPE_CHECKING:
     from gradscale.tools.foreign import ForeignState as ForeignState
     from gradscale.tools.foreign import load_foreign_state as load_foreign_state
 
-# What a training loop may do without is loaded when it is asked for, and would double the time of the import.
+# What a training loop may do without is loaded at its first use, and would double the time of the import.
 _LATER = {
     "ForeignState": "gradscale.tools.foreign",
     "load_foreign_state": "gradscale.tools.foreign",
@@ -97,13 +97,13 @@ def __getattr__(name: str) -> typing.Any:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
     module = importlib.import_module(_LATER[name])
-    found = module if module.__name__.endswith(f".{name}") else getattr(module, name)
-    globals()[name] = found
-    return found
+    value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
     """Return the public names."""
     modules = ("registry", "tree")
-    own = {name for name, found in globals().items() if name in modules or not isinstance(found, type(typing))}
+    own = {name for name, value in globals().items() if name in modules or not isinstance(value, type(typing))}
     return sorted({"__version__", *_LATER, *(name for name in own if not name.startswith("_"))})

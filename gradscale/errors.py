@@ -49,7 +49,7 @@ __all__ = [
 _LONGEST = 1000
 # Of a message, whose end says what to do.
 _LONGEST_MESSAGE = 2000
-_SHOWN = 12
+_MOST_NAMES = 12
 # Packages with frames between a user's line and a warning; torch's are its compiler's.
 _BETWEEN = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_jax", "torch", "contextlib", "functools"}
 
@@ -175,7 +175,7 @@ def one_line(text: str) -> str:
 def key_names(keys: Iterable[object]) -> str:
     """Return the keys of a mapping as text, sorted, the first of many."""
     names = sorted(key if type(key) is str else short_repr(key) for key in keys)
-    return f"{short_repr(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
+    return f"{short_repr(names[:_MOST_NAMES])}{' ...' if len(names) > _MOST_NAMES else ''}"
 
 
 def nearest(name: object, names: Iterable[str]) -> str:

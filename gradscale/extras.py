@@ -16,7 +16,7 @@ _BESIDES = {"cupy": " cupy-cuda12x", "nccl4py": " 'cuda-bindings==13.*' nvidia-n
 
 
 def is_clone() -> bool:
-    """Return whether this module lies in a clone, and not where pip has put it."""
+    """Return whether this module lies in a clone, and not in an installed package."""
     return (Path(__file__).parents[1] / "pyproject.toml").exists()
 
 

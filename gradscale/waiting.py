@@ -40,7 +40,7 @@ def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = 
 
     Ctrl-C is seen between two questions. Time in which this process does not run (SIGSTOP, a paused container,
     ``scontrol suspend``) counts at most half a second, since the other ranks may have been suspended as well. So
-    ``is_done`` may itself wait only for less than that; it is asked at least once, and once more at the end.
+    ``is_done`` may itself wait only for less than that; it is called at least once, and once more at the end.
     """
     waited = 0.0
     last = time.monotonic()
@@ -118,7 +118,7 @@ def require_message(x: _Array) -> None:
 
 
 # Why a group can no longer be used. The groups are kept: freeing some waits for lost ranks.
-_given_up: dict[Hashable, str] = {}
+_give_up_reasons: dict[Hashable, str] = {}
 
 
 class GroupWait:
@@ -154,16 +154,16 @@ class GroupWait:
     def require_usable(self) -> None:
         """Raise BackendError when the group was given up, with the reason, or belongs to the parent process."""
         if self._process != os.getpid():
-            # Messages of a child after fork would be taken for those of its parent.
+            # The ranks cannot tell the messages of a child after fork from its parent's.
             forbid_forked(self._library, f"rank {self.rank} of {self.size} is process {self._process}")
-        if _given_up and self.group in _given_up:
-            msg = f"{self._refusal}. It was given up for: {_given_up[self.group]}"
+        if _give_up_reasons and self.group in _give_up_reasons:
+            msg = f"{self._refusal}. It was given up for: {_give_up_reasons[self.group]}"
             raise BackendError(msg)
 
     def give_up(self, error: BaseException) -> None:
         """Give the group up for an error; the first one is kept."""
-        if self.group not in _given_up:
-            _given_up[self.group] = repr(error)
+        if self.group not in _give_up_reasons:
+            _give_up_reasons[self.group] = repr(error)
             if self.on_give_up is not None:
                 self.on_give_up(error)
 
@@ -225,7 +225,7 @@ class DeviceCommunicator(Protocol):
 
     @property
     def example(self) -> Callable[[], _Array] | None:
-        """A call that returns a 0-d float32 array, for a rank that never has one; None if no library is known."""
+        """A call that returns a 0-d float32 array, for a rank that never has one; None without a library."""
 
     def all_reduce(self, x: _Array, start: Callable[..., None]) -> tuple[Callable[[], bool], Callable[[], _Array]]:
         """Prepare a MAX all-reduce of a copy of ``x``, behind what its library has yet to do, and start it.
@@ -236,7 +236,7 @@ class DeviceCommunicator(Protocol):
         """
 
     def check(self) -> None:
-        """Raise what the library has found on its own; no wait."""
+        """Raise the error that the library has noticed by itself, if any; no wait."""
 
     def abort(self) -> None:
         """End what the device waits for, in a new thread."""
@@ -286,7 +286,7 @@ class DeviceCollectives:
         if here or length in self._connected:
             issue()
             return
-        # To connect the ranks the library waits for all of them, without a look at signals or the time.
+        # To connect the ranks the library waits for all of them, heeding neither signals nor the time.
         issued = in_thread(issue)
         self._poll(issued.done)
         issued.result()

@@ -1,4 +1,4 @@
-"""Memory that arrays share, found by their addresses: they must not be written at once."""
+"""Memory that arrays share, by their addresses: they must not be written at once."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Written against the Python array API standard. It casts explicitly, because libraries promote half precision
 differently, and reads nothing from the device, so that it runs under a tracing compiler. ``STANDARD_FUNCTIONS``,
-``STANDARD_DTYPES`` and ``STANDARD_MEMBERS`` list what the core needs. Functions that make arrays are given ``device=``
-where arrays have a device.
+``STANDARD_DTYPES`` and ``STANDARD_MEMBERS`` list what the core needs. Functions that make arrays get ``device=`` where
+arrays have a device.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def device(x: Array) -> object:
 
 
 def device_kwargs(where: object) -> dict[str, object]:
-    """Return the options that make an array on a device; none for None, as not all take ``device=``."""
+    """Return the options that make an array on a device; none for None, as not all libraries have ``device=``."""
     return {} if where is None else {"device": where}
 
 
@@ -157,7 +157,7 @@ def nonfinite_flag(stored: Array, where: object, wide: Array | None = None) -> A
     """Return whether an array, rounded from a wide one if there is one, holds an inf or NaN: 0-d int32 on a device.
 
     Compilers that join kernels may leave out the rounding to half precision between two of them, so that a number that
-    is stored as inf would look finite: torch's inductor does, and XLA on GPUs.
+    is stored as inf would pass as finite: torch's inductor does, and XLA on GPUs.
     """
     xp, bound = array_namespace(stored), _ROUNDS_TO_INF.get(str(stored.dtype).rpartition(".")[2])
     if wide is None or bound is None or wide.dtype == stored.dtype:
@@ -280,8 +280,8 @@ def check_real_dtype(like: Array, dtype: object) -> None:
 def inverse_factors(scale: Array) -> tuple[Array, Array]:
     """Return two 0-d float32 arrays; multiplying by the first and then the second is dividing by the scale.
 
-    They are 1 and the reciprocal. Above 2**126 that is subnormal, which compilers such as XLA take for 0: then they are
-    a quarter and the reciprocal of a quarter of the scale.
+    They are 1 and the reciprocal. Above 2**126 that is subnormal, which compilers such as XLA flush to 0: then they
+    are a quarter and the reciprocal of a quarter of the scale.
     """
     xp = array_namespace(scale)
     one, quarter = xp.full_like(scale, 1.0), xp.full_like(scale, 0.25)
@@ -377,19 +377,19 @@ def lacks(like: Array) -> dict[str, list[str]]:
     if "__int__" in members and (hasattr(like, "compute") or hasattr(like, "tolist")):
         # Backend.read gets the values otherwise.
         members.remove("__int__")
-    found = {"functions": functions, "dtypes": dtypes, "members of arrays": members}
-    return {kind: names for kind, names in found.items() if names}
+    missing = {"functions": functions, "dtypes": dtypes, "members of arrays": members}
+    return {kind: names for kind, names in missing.items() if names}
 
 
 def as_0d_array(xp: Namespace, x: Array) -> Array:
-    """Return an array where NumPy's operators give a scalar; torch's asarray would take others out of their graph."""
+    """Return an array where NumPy's operators give a scalar; torch's asarray would detach others from their graph."""
     return xp.asarray(x) if xp.__name__ in _NUMPY else x
 
 
 def replicas(
     x: Array, placement: Callable[[Array], object] = device, move: Callable[[Array, Array], Array] | None = None
 ) -> Callable[[Array], Array]:
-    """Return a function that returns a 0-d array on the device of another one: copies of it, each made once.
+    """Return a function that gives a copy of a 0-d array on the device of another one, and keeps the copies.
 
     ``placement`` says where a 0-d array must be, None for anywhere; ``move`` copies it in the order of streams.
     """
@@ -400,11 +400,11 @@ def replicas(
         where = placement(like)
         if where is None:
             return x
-        for known, copy in copies:
-            if known == where:
+        for place, copy in copies:
+            if place == where:
                 return copy
-        made = to_device(x, where) if move is None else move(x, like)
-        copies.append((where, made))
-        return made
+        replica = to_device(x, where) if move is None else move(x, like)
+        copies.append((where, replica))
+        return replica
 
     return copy_beside

@@ -121,7 +121,7 @@ class Backend:
         """Return the IEEE bits of a real floating array as signed integers of its width; no host read.
 
         None if the library has no bit cast for the dtype, and by default: arithmetic then takes the bits apart, which
-        is slower, and as exact as the library's compiler lets it be. Asked for float16, bfloat16, float32 and float64.
+        is slower, and as exact as the library's compiler lets it be. Called for float16, bfloat16, float32 and float64.
         """
         return None
 
@@ -149,8 +149,8 @@ class Backend:
             Floating or complex arrays of the library, each once. A complex value that is not finite need not keep its
             parts.
         state : ScaleState
-            Gives the scale. Of a ``gradscale.core.arithmetic.UnitState`` it is known to be 1: the library may leave
-            arrays that have the wanted dtype as they are, and judge them alone.
+            Gives the scale. Of a ``gradscale.core.arithmetic.UnitState`` it is 1: the library may leave arrays
+            that have the wanted dtype as they are, and judge them alone.
         dtype : dtype, optional
             Wanted dtype of the real ones, as new arrays. Default: each one's own.
         out : sequence of arrays, optional
@@ -199,8 +199,8 @@ class Backend:
             values = [[next(together) for _ in range(vector.shape[0])] for vector in vectors]
         else:
             values = [self.read(vector) for vector in vectors]
-        found = values.pop(0) if arrays else []
-        return summaries.summaries_of(arrays, found), values
+        words = values.pop(0) if arrays else []
+        return summaries.summaries_of(arrays, words), values
 
     # The hooks of a scaler: what a library or its own scalers do in another way than plain arrays.
 
@@ -212,8 +212,8 @@ class Backend:
     def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
         """Return a state with its fields replaced by numbers, but where these are None; perhaps in the same arrays."""
         xp, fields = array_namespace(state.scale), zip(state, numbers, strict=True)
-        made = [x if n is None else xp.asarray(n, dtype=x.dtype, **device_kwargs(self.placement(x))) for x, n in fields]
-        return ScaleState(*made)
+        new = [x if n is None else xp.asarray(n, dtype=x.dtype, **device_kwargs(self.placement(x))) for x, n in fields]
+        return ScaleState(*new)
 
     def adapt(
         self,

@@ -92,7 +92,7 @@ class Request(NamedTuple):
 
 
 class DeferredClip(Protocol):
-    """Gradients that are divided and clipped once it is known that the step is made."""
+    """Gradients that are divided and clipped only if the verdict is to step."""
 
     @property
     def words(self) -> Array:
@@ -117,13 +117,13 @@ class Findings(NamedTuple):
     is_scaled: bool = False
     """Whether they were only judged, and are left to the optimizer to unscale."""
     flags: Mapping[Any, Array] | None = None
-    """By device whether any is not finite, for frameworks that look at it."""
+    """By device whether any is not finite, for frameworks that check it."""
     scale: float | None = None
     """The scale that they were divided by; None if the host would have to wait."""
     divisor: Array | None = None
     """By what the optimizer has to divide scaled ones so that it clips them, too; None for the scale."""
     deferred: DeferredClip | None = None
-    """What is left to do if the step is made; without a norm the host judges them first, by what it reads."""
+    """What is left to do unless the step is skipped; without a norm the host judges them first, by what it reads."""
     narrow: str = ""
     """The half-precision dtypes in which they were divided, so that small ones are 0 again."""
 
@@ -140,7 +140,7 @@ class Collected(Protocol):
 
     @property
     def groups(self) -> Sequence[Collectives]:
-        """The groups that the gradients themselves are spread over, for a scaler that was given none."""
+        """The groups that the gradients themselves are spread over, for a scaler without ``group=``."""
 
     def unscale(self, current: ScaleView, state: ScaleState) -> Findings:
         """Divide them by the scale of a state, clip and judge them; a refusal modifies none."""
@@ -223,7 +223,7 @@ class Gradients:
 
 
 class GivenNorm:
-    """A norm in place of an optimizer's gradients, which are not looked at: the program has clipped them by it.
+    """A norm in place of an optimizer's gradients, which are not read: the program has clipped them by it.
 
     ``norm`` is a number, or 0-d float32 if the host would have to wait for it.
     """
@@ -277,16 +277,16 @@ def norm_bits(backend: Backend, norm: Array) -> Array:
     """Return the bits of a norm, 0-d int32: those of infinity if it is not finite, 0 below the normal numbers."""
     xp = array_namespace(norm)
     is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
-    kept = as_0d_array(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0)))
-    cast = backend.bits(kept)
-    bits = float32_bits(kept) if cast is None else cast
+    normal = as_0d_array(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0)))
+    bits = backend.bits(normal)
+    bits = float32_bits(normal) if bits is None else bits
     infinite = xp.where(xp.isfinite(norm), xp.zeros_like(bits), xp.full_like(bits, _INFINITY_BITS))
     return as_0d_array(xp, xp.where(is_normal, bits, infinite))
 
 
 def parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, Any], list[Any]]]:
     """Return the groups of an optimizer, each with its parameters; InvalidTypeError for groups of another form."""
-    found = []
+    lists = []
     groups = optimizer.param_groups
     # An iterator would be empty for the optimizer after the scaler has walked it.
     if isinstance(groups, (str, bytes, Iterator)) or not isinstance(groups, Iterable):
@@ -297,21 +297,21 @@ def parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, A
         raise InvalidTypeError(msg)
     for index, group in enumerate(groups):
         try:
-            listed = group["params"]
+            params = group["params"]
         except Exception:
             msg = (
                 f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got "
                 f"{short_repr(group)}"
             )
             raise InvalidTypeError(msg) from None
-        if hasattr(listed, "grad"):
-            listed = [listed]
-        if isinstance(listed, (str, bytes, Iterator)) or not isinstance(listed, Iterable):
+        if hasattr(params, "grad"):
+            params = [params]
+        if isinstance(params, (str, bytes, Iterator)) or not isinstance(params, Iterable):
             of = f"param_groups[{index}]['params'] of {type(optimizer).__name__}"
-            msg = f"{of} must be a list of parameters with .grad, got {short_repr(listed)}"
+            msg = f"{of} must be a list of parameters with .grad, got {short_repr(params)}"
             raise InvalidTypeError(msg)
-        found.append((group, list(listed)))
-    return found
+        lists.append((group, list(params)))
+    return lists
 
 
 def _gradients_of(optimizer: object, parameters: Iterable[Any]) -> list[Array]:
@@ -328,13 +328,13 @@ def _gradients_of(optimizer: object, parameters: Iterable[Any]) -> list[Array]:
 
 
 def _from_param_groups(optimizer: OptimizerWithGroups) -> tuple[list[Array], _Assign]:
-    """Return an optimizer's gradients, and what assigns new ones, given by the ``id`` of the old."""
-    parameters = list({id(one): one for _, listed in parameter_lists(optimizer) for one in listed}.values())
+    """Return an optimizer's gradients, and a function that assigns new ones by the ``id`` of the old."""
+    parameters = list({id(one): one for _, params in parameter_lists(optimizer) for one in params}.values())
     gradients = _gradients_of(optimizer, parameters)
 
     def assign(replacements: dict[int, Array]) -> None:
         wanted = [replacements.get(id(old), old) for old in gradients] if replacements else gradients
-        # Other objects than before are copies that were made when they were read.
+        # A property that returns copies gives other objects than before.
         if not all(map(operator.is_, wanted, [parameter.grad for parameter in parameters])):
             with _assigning(f"grad of {type(parameters[0]).__name__}"):
                 for parameter, new in zip(parameters, wanted, strict=True):
@@ -384,14 +384,14 @@ def _require_tree(optimizer: OptimizerWithGrads) -> object:
 
 
 def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], _Assign]:
-    read = _require_tree(optimizer)
-    leaves, rebuild = tree.flatten(read)
+    gradients = _require_tree(optimizer)
+    leaves, rebuild = tree.flatten(gradients)
 
     def assign(replacements: dict[int, Array]) -> None:
         new = [replacements.get(id(leaf), leaf) for leaf in leaves] if replacements else leaves
-        # A container that is made when it is read may hold the same arrays; others are copies.
-        held = leaves if optimizer.grads is read else tree.flatten(optimizer.grads)[0]
-        if held is not new and (len(held) != len(new) or not all(map(operator.is_, held, new))):
+        # A property may build a new container of the same arrays; other arrays are copies.
+        old = leaves if optimizer.grads is gradients else tree.flatten(optimizer.grads)[0]
+        if old is not new and (len(old) != len(new) or not all(map(operator.is_, old, new))):
             with _assigning(f"grads of {type(optimizer).__name__}"):
                 optimizer.grads = rebuild(new)
 
@@ -414,13 +414,13 @@ class InspectedArray(NamedTuple):
 
 
 class ParameterLists:
-    """An optimizer's parameters as its groups listed them, to notice when they change; ``unique`` holds each once."""
+    """The lists of parameters in an optimizer's groups, to notice when they change; ``unique`` holds each once."""
 
     __slots__ = ("_lists", "unique")
 
     def __init__(self, lists: Iterable[list[Any]]) -> None:
-        self._lists = [list(listed) for listed in lists]
-        self.unique = list({id(one): one for listed in self._lists for one in listed}.values())
+        self._lists = [list(params) for params in lists]
+        self.unique = list({id(one): one for params in self._lists for one in params}.values())
 
     def are_those_of(self, optimizer: OptimizerWithGroups) -> bool:
         """Tell whether an optimizer lists the same ones now; always False if it does not list them in lists."""
@@ -428,8 +428,8 @@ class ParameterLists:
         if type(groups) is not list or len(groups) != len(self._lists):
             return False
         for group, before in zip(groups, self._lists, strict=True):
-            listed = group["params"]
-            if type(listed) is not list or len(listed) != len(before) or not all(map(operator.is_, listed, before)):
+            params = group["params"]
+            if type(params) is not list or len(params) != len(before) or not all(map(operator.is_, params, before)):
                 return False
         return True
 
@@ -442,15 +442,15 @@ def named_gradients(optimizer: Optimizer) -> list[InspectedArray]:
             InspectedArray("gradient", path, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))
         ]
     parameters: dict[int, tuple[str, object]] = {}
-    for index, (group, listed) in enumerate(parameter_lists(cast("OptimizerWithGroups", optimizer))):
-        paths = [f"param_groups[{index}]['params'][{place}]" for place in range(len(listed))]
-        known = group.get("param_names") if hasattr(group, "get") else None
-        names = paths if known is None or len(known) != len(listed) else known
-        for name, parameter in zip(names, listed, strict=True):
+    for index, (group, params) in enumerate(parameter_lists(cast("OptimizerWithGroups", optimizer))):
+        paths = [f"param_groups[{index}]['params'][{place}]" for place in range(len(params))]
+        names = group.get("param_names") if hasattr(group, "get") else None
+        names = paths if names is None or len(names) != len(params) else names
+        for name, parameter in zip(names, params, strict=True):
             parameters.setdefault(id(parameter), (str(name), parameter))
     gradients = _gradients_of(optimizer, [parameter for _, parameter in parameters.values()])
-    found = zip(parameters.values(), gradients, strict=True)
-    return [InspectedArray("gradient", name, gradient, parameter) for (name, parameter), gradient in found]
+    pairs = zip(parameters.values(), gradients, strict=True)
+    return [InspectedArray("gradient", name, gradient, parameter) for (name, parameter), gradient in pairs]
 
 
 @reading("names")
@@ -462,23 +462,23 @@ def name_gradients(located: Sequence[InspectedArray], names: object) -> list[Ins
     if isinstance(names, (str, bytes, set, frozenset)) or not hasattr(names, "__iter__"):
         msg = f"names must be pairs, a mapping or strings in the parameters' order, got {short_repr(names)}; {usage}"
         raise InvalidValueError(msg)
-    listed = list(names.items() if isinstance(names, Mapping) else names)
-    if all(isinstance(name, str) for name in listed):
-        if len(listed) != len(located):
-            msg = f"names must be one for each of the optimizer's {len(located)} parameters, got {len(listed)}; {usage}"
+    items = list(names.items() if isinstance(names, Mapping) else names)
+    if all(isinstance(name, str) for name in items):
+        if len(items) != len(located):
+            msg = f"names must be one for each of the optimizer's {len(located)} parameters, got {len(items)}; {usage}"
             raise InvalidValueError(msg)
-        return [one._replace(name=name) for one, name in zip(located, listed, strict=True)]
-    if bad := [item for item in listed if not _is_pair(item)]:
+        return [one._replace(name=name) for one, name in zip(located, items, strict=True)]
+    if bad := [item for item in items if not _is_pair(item)]:
         # If there are strings and something else, report what is no string.
         item = short_repr(min(bad, key=lambda item: isinstance(item, str)))
         msg = f"names must be pairs of a string and a parameter with .grad, got {item} among them; {usage}"
         raise InvalidValueError(msg)
-    by_parameter = {id(parameter): name for name, parameter in listed}
+    by_parameter = {id(parameter): name for name, parameter in items}
     unnamed = [one.name for one in located if one.parameter is None or id(one.parameter) not in by_parameter]
     if unnamed:
         rest = f" and {len(unnamed) - 3} more" * (len(unnamed) > 3)
         msg = (
-            f"names must hold each of the optimizer's {len(located)} parameters, got {len(listed)} names, and none for "
+            f"names must hold each of the optimizer's {len(located)} parameters, got {len(items)} names, and none for "
             f"{', '.join(unnamed[:3])}{rest}; {usage}"
         )
         raise InvalidValueError(msg)
@@ -513,28 +513,28 @@ def inspected_arrays(
         )
         raise InvalidTypeError(msg)
     if params is None:
-        found = [InspectedArray("weight", one.name, one.parameter) for one in named]
+        arrays = [InspectedArray("weight", one.name, one.parameter) for one in named]
     elif hasattr(params, "named_parameters") and hasattr(params, "named_buffers"):
         # A module of torch's kind.
-        found = [InspectedArray("weight", *one) for one in (*params.named_parameters(), *params.named_buffers())]
+        arrays = [InspectedArray("weight", *one) for one in (*params.named_parameters(), *params.named_buffers())]
     else:
         names = {one.name: renamed.name for one, renamed in zip(located, named, strict=True)}
         leaves = _leaves("params", tree.leaves_with_paths(params))
-        found = [InspectedArray("weight", names.get(path, path) or "params", leaf) for path, leaf in leaves]
+        arrays = [InspectedArray("weight", names.get(path, path) or "params", leaf) for path, leaf in leaves]
     if state is not None and state is not False:
-        found += _in_state(own if state is True else state, parameters)
-    return [one for one in found if is_array_api_obj(one.array) and is_floating(one.array)]
+        arrays += _arrays_in_state(own if state is True else state, parameters)
+    return [one for one in arrays if is_array_api_obj(one.array) and is_floating(one.array)]
 
 
-def _in_state(state: object, parameters: Mapping[int, str]) -> Iterator[InspectedArray]:
+def _arrays_in_state(state: object, parameters: Mapping[int, str]) -> Iterator[InspectedArray]:
     """Yield the items of a container or of torch's mapping of parameters; no iterator in it is read."""
     if not isinstance(state, Mapping) or all(isinstance(key, (str, int)) for key in state):
         for path, leaf in _leaves("state", tree.leaves_with_paths(state, _is_leaf)):
             yield InspectedArray("state", "state", leaf, key=path)
         return
-    for parameter, held in state.items():
+    for parameter, values in state.items():
         name = parameters.get(id(parameter), parameter if isinstance(parameter, str) else type(parameter).__name__)
-        for key, value in held.items() if isinstance(held, Mapping) else [("", held)]:
+        for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             for path, leaf in tree.leaves_with_paths(value, _is_leaf):
                 yield InspectedArray("state", name, leaf, key=f"{key}{path}")
 

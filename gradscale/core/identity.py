@@ -61,7 +61,7 @@ class Positions:
         """Return the position of an object, which takes one if it has none."""
         position = self.get(key)
         if position is None:
-            taken = self._positions.values()
-            position = next(index for index in range(len(taken) + 1) if index not in taken)
+            positions = self._positions.values()
+            position = next(index for index in range(len(positions) + 1) if index not in positions)
             self._positions.set(key, position)
         return position

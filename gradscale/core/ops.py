@@ -176,8 +176,8 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
             msg = f"both trees must have one shape leaf by leaf, got {a.shape} and {b.shape}"
             raise InvalidValueError(msg)
         xp = array_namespace(a, b)
-        made = xp.where(chosen(a), a, b)
+        result = xp.where(chosen(a), a, b)
         # CuPy has no where() of bfloat16 and makes it float32; that and the way back are exact.
-        return as_0d_array(xp, made if made.dtype == a.dtype else xp.astype(made, a.dtype))
+        return as_0d_array(xp, result if result.dtype == a.dtype else xp.astype(result, a.dtype))
 
     return cast("_T", tree.map_leaves(choose, on_true, on_false))

@@ -62,8 +62,8 @@ class Collectives(Protocol):
     -----
     These members are optional:
 
-    - ``example()`` returns a 0-d float32 array, with which a rank takes part that never has one of its own. Else such a
-      rank is told its library by ``backend=``.
+    - ``example()`` returns a 0-d float32 array, with which a rank takes part that never has one of its own. Else
+      ``backend=`` names the library of such a rank.
     - ``identity`` is the library's own group, the same object in all Collectives over it. Else each of them counts as a
       group of its own.
     - ``resolve()`` is called before ``rank`` and ``size`` are read, for a group that is looked up late.
@@ -208,7 +208,7 @@ class Policy(Protocol):
         """Return the state with the scale lowered once, whatever is tolerated (a closure is tried again)."""
 
     def clamp(self, scale: float) -> float:
-        """Return a scale moved into the range that the policy allows (a checkpoint's, or one set by hand)."""
+        """Return the nearest scale in the range that the policy allows (a checkpoint's, or one set by hand)."""
 
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
         """Return a bool or a 0-d one: would one more overflow have to be raised; None if the policy never raises."""

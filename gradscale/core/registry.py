@@ -45,10 +45,10 @@ def _entry_points() -> dict[str, dict[str, EntryPoint]]:
     # Imported here: it would be most of the time of `import gradscale`.
     from importlib.metadata import entry_points
 
-    found: dict[str, dict[str, EntryPoint]] = {}
+    by_name: dict[str, dict[str, EntryPoint]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
-        found.setdefault(entry.name, {})[entry.value] = entry
-    return found
+        by_name.setdefault(entry.name, {})[entry.value] = entry
+    return by_name
 
 
 def names() -> list[str]:
@@ -145,7 +145,7 @@ def backend_for(x: Array) -> Backend:
     'generic'
     """
     kind: type = type(x)
-    # A plain dictionary: compilers that trace Python look into functions behind a cache.
+    # A plain dictionary: compilers that trace Python trace into functions behind a cache.
     if kind not in _backends:
         name = _registered_name(kind)
         # The numbers that stand for arrays have only what policies need.
@@ -158,9 +158,9 @@ def backend_for(x: Array) -> Backend:
 def _require_standard(x: Array) -> None:
     if missing := arithmetic.lacks(x):
         library = arithmetic.library_name(array_namespace(x))
-        listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in missing.items())
+        gaps = "; ".join(f"{kind} {', '.join(names)}" for kind, names in missing.items())
         msg = (
-            f"{library} lacks what gradscale needs of the array API standard of 2023.12 or newer, got {listed} missing "
+            f"{library} lacks what gradscale needs of the array API standard of 2023.12 or newer, got {gaps} missing "
             f"and no adapter registered: write one, derived from gradscale.Backend, and register it (given as backend= "
             f"alone it leaves a policy's state to these), or convert the arrays"
         )
@@ -225,7 +225,7 @@ def collectives_for(group: object, timeout: float) -> Collectives:
     [0, 1, 2]
     """
     with reading("group"):
-        # MPI's null communicator raises when it is asked for its rank, so start_max is asked for first.
+        # MPI's null communicator raises when its rank is read, so start_max is checked first.
         if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
             collectives: Collectives = group
             return collectives

@@ -14,7 +14,7 @@ HOLDABLE = "hold must be a module of torch, an array that can be written in plac
 
 
 class Snapshot(Protocol):
-    """Copies of arrays as they were after the last step that was made."""
+    """Copies of arrays as they were after the last step that was not skipped."""
 
     takes_flags: bool
     """Whether ``restore`` leaves it to a device whether it does anything."""

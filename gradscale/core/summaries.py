@@ -1,8 +1,8 @@
 """Summaries of arrays: how many elements are inf, NaN, zero or subnormal, and the largest finite magnitude.
 
 The bits of IEEE numbers without their signs are ordered as the magnitudes are: zero, subnormals, normal numbers,
-infinity, NaN. If an adapter gives the bits, they are judged as integers, since processors and compilers may take
-subnormals for 0; if not, the magnitudes are, by the same comparisons.
+infinity, NaN. If an adapter gives the bits, they are judged as integers, since processors and compilers may flush
+subnormals to 0; if not, the magnitudes are, by the same comparisons.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ def _name(dtype: object) -> str:
 
 def smallest_normal(dtype: object, xp: Namespace) -> float | Array:
     """Return the smallest normal number of a real floating dtype; of float8 and others without a finfo by its name."""
-    found = re.search(r"_e(\d)m(\d)(?:b(\d+))?(?:fn)?(uz)?u?$", _name(dtype).replace("bfloat16", "_e8m7"))
-    if found is None:
+    match = re.search(r"_e(\d)m(\d)(?:b(\d+))?(?:fn)?(uz)?u?$", _name(dtype).replace("bfloat16", "_e8m7"))
+    if match is None:
         return xp.finfo(dtype).smallest_normal
-    exponent_bits, fraction_bits, bias, has_one_zero = found.groups()
-    known = int(bias) if bias else 2 ** (int(exponent_bits) - 1) - 1 + (has_one_zero is not None)
+    exponent_bits, fraction_bits, named_bias, has_one_zero = match.groups()
+    bias = int(named_bias) if named_bias else 2 ** (int(exponent_bits) - 1) - 1 + (has_one_zero is not None)
     # Without a fraction the lowest exponent is that of a normal number.
-    return 2.0 ** ((fraction_bits != "0") - known)
+    return 2.0 ** ((fraction_bits != "0") - bias)
 
 
 def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Array:
@@ -113,19 +113,19 @@ def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Arra
 
     They are four counts, and the exponent and the halves of the magnitude.
 
-    XLA and CuPy take float32's subnormals for 0, and need ``bits``, which is ``Backend.bits``.
+    XLA and CuPy flush float32's subnormals to 0, and need ``bits``, which is ``Backend.bits``.
     """
     where = device(arrays[0])
-    found = [_words(piece, bits) for x in arrays for piece in _pieces(x)]
-    return array_namespace(*found).concat([x if device(x) == where else to_device(x, where) for x in found])
+    words = [_words(piece, bits) for x in arrays for piece in _pieces(x)]
+    return array_namespace(*words).concat([x if device(x) == where else to_device(x, where) for x in words])
 
 
-def summaries_of(arrays: Sequence[Array], found: Iterable[int]) -> list[Summary]:
+def summaries_of(arrays: Sequence[Array], words: Iterable[int]) -> list[Summary]:
     """Return the summaries in the words of ``summarize_arrays`` that the host has read."""
-    words = iter(found)
+    stream = iter(words)
 
     def summary(size: int) -> Summary:
-        inf, nan, zeros, subnormals, *fields = itertools.islice(words, 7)
+        inf, nan, zeros, subnormals, *fields = itertools.islice(stream, 7)
         return Summary(size, inf, nan, zeros, subnormals, _number(*fields))
 
     return [join(map(summary, _sizes(x))) for x in arrays]
@@ -160,16 +160,16 @@ def _words(x: Array, bits: _Bits | None) -> Array:
     tiny, infinity = smallest_normal(x.dtype if is_narrow else parts[0].dtype, xp), math.inf
     integers: list[Array] = [None if bits is None else bits(part) for part in parts]
     if layout is None or integers[0] is None:
-        largest, counts = _judge([xp.abs(part) for part in parts], tiny, infinity)
+        largest, counts = _largest_and_counts([xp.abs(part) for part in parts], tiny, infinity)
         fields = _fields(largest)
     else:
         tiny = bits_of_float32(tiny) if is_narrow else layout.smallest_normal
-        largest, counts = _judge([part & layout.mask for part in integers], tiny, layout.infinity)
+        largest, counts = _largest_and_counts([part & layout.mask for part in integers], tiny, layout.infinity)
         fields = layout.fields(largest)
     return xp.stack([xp.astype(xp.asarray(word), xp.int32) for word in (*counts, *fields)])
 
 
-def _judge(parts: Sequence[Array], tiny: float | Array, infinity: float) -> tuple[Array, list[Array]]:
+def _largest_and_counts(parts: Sequence[Array], tiny: float | Array, infinity: float) -> tuple[Array, list[Array]]:
     """Return the largest finite magnitude of all parts, and how many elements are inf, NaN, zero and subnormal."""
     xp = array_namespace(*parts)
     worst = functools.reduce(xp.maximum, parts)
@@ -177,8 +177,8 @@ def _judge(parts: Sequence[Array], tiny: float | Array, infinity: float) -> tupl
     # No NaN is at most infinity.
     flags = [worst == infinity, xp.logical_not(worst <= infinity), worst == 0]
     flags.append(xp.logical_and(is_small, worst < infinity))
-    kept = functools.reduce(xp.maximum, [xp.where(part < infinity, part, xp.zeros_like(part)) for part in parts])
-    largest = xp.zeros((), dtype=worst.dtype, **device_kwargs(device(worst))) if 0 in worst.shape else xp.max(kept)
+    finite = functools.reduce(xp.maximum, [xp.where(part < infinity, part, xp.zeros_like(part)) for part in parts])
+    largest = xp.zeros((), dtype=worst.dtype, **device_kwargs(device(worst))) if 0 in worst.shape else xp.max(finite)
     return largest, [xp.sum(xp.astype(flag, xp.int32)) for flag in flags]
 
 

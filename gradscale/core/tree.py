@@ -24,7 +24,7 @@ from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
 __dir__ = __all__.copy
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 _Located: TypeAlias = list[tuple[str, Array]]
 _IsLeaf: TypeAlias = Callable[[object], bool]
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
@@ -33,7 +33,7 @@ _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
 
 _WHAT = "a container of arrays"
 # Types and dtypes of floating arrays, and the names of the namespaces that they belong to.
-_known: set[tuple[type, object, str]] = set()
+_floating_kinds: set[tuple[type, object, str]] = set()
 
 
 def _is_leaf(node: object) -> bool:
@@ -49,14 +49,14 @@ def _is_dataclass(node: object) -> bool:
     return dataclasses.is_dataclass(node) and not isinstance(node, (list, tuple, Mapping))
 
 
-def _opened(node: Array) -> tuple[Sequence[Hashable], list[object]]:
+def _keys_and_children(node: Array) -> tuple[Sequence[Hashable], list[object]]:
     """Return the keys and the children of a container; a sequence's keys are numbers, a dataclass's ``.name``."""
     if isinstance(node, (list, tuple)):
         return range(len(node)), list(node)
     if isinstance(node, Mapping):
         return list(node), list(node.values())
     if dataclasses.is_dataclass(node):
-        return _opened({f".{field.name}": getattr(node, field.name) for field in dataclasses.fields(node)})
+        return _keys_and_children({f".{field.name}": getattr(node, field.name) for field in dataclasses.fields(node)})
     children = list(node)
     return range(len(children)), children
 
@@ -80,7 +80,7 @@ def _rebuild(node: object, keys: Sequence[Hashable], children: list[Any]) -> obj
     return type(node)(dict(by_key)) if isinstance(node, Mapping) else children  # type: ignore[call-arg]
 
 
-def _planned(nodes: list[Array], is_leaf: _IsLeaf, leaves: list[Array], above: dict[int, object]) -> _Plans:
+def _plan(nodes: list[Array], is_leaf: _IsLeaf, leaves: list[Array], above: dict[int, object]) -> _Plans:
     """Return the plans of nodes that are below some containers, and append their leaves."""
     plans: _Plans = []
     for node in nodes:
@@ -91,8 +91,8 @@ def _planned(nodes: list[Array], is_leaf: _IsLeaf, leaves: list[Array], above: d
             raise _endless(node, "holds itself: build it without the way back")
         else:
             above[id(node)] = node
-            keys, children = _opened(node)
-            plans.append((node, keys, _planned(children, is_leaf, leaves, above)))
+            keys, children = _keys_and_children(node)
+            plans.append((node, keys, _plan(children, is_leaf, leaves, above)))
             del above[id(node)]
     return plans
 
@@ -101,11 +101,11 @@ def _endless(node: object, what: str) -> InvalidValueError:
     return InvalidValueError(f"nested containers of arrays must have an end, got a {type(node).__name__} that {what}")
 
 
-def _walked(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], _Plans]:
+def _walk(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], _Plans]:
     leaves: list[Array] = []
     above: dict[int, object] = {}
     try:
-        return leaves, _planned([tree], is_leaf, leaves, above)
+        return leaves, _plan([tree], is_leaf, leaves, above)
     except RecursionError as error:
         deepest = next(reversed(above.values()), tree)
         raise _endless(deepest, f"is below {len(above)} others: make it anew from its own leaves") from error
@@ -115,18 +115,18 @@ def _walked(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], _Pl
         raise unreadable(_WHAT, error) from error
 
 
-def _folded(plans: _Plans, leaves: Iterator[_Made], combine: Callable[..., _Made]) -> list[_Made]:
-    """Return the leaves, and ``combine`` of each container, its keys and what has been made of its children."""
-    made = []
+def _fold(plans: _Plans, leaves: Iterator[_Result], combine: Callable[..., _Result]) -> list[_Result]:
+    """Return the leaves, and ``combine`` of each container, its keys and the results of its children."""
+    results = []
     for plan in plans:
-        # A comprehension would be a frame more for each level, so that trees could be walked and not be made anew.
-        made.append(next(leaves) if plan is None else combine(*plan[:2], _folded(plan[2], leaves, combine)))
-    return made
+        # A comprehension would be a frame more for each level, so that some trees could be walked and not rebuilt.
+        results.append(next(leaves) if plan is None else combine(*plan[:2], _fold(plan[2], leaves, combine)))
+    return results
 
 
-def _built(plans: _Plans, leaves: Iterable[object]) -> Any:
+def _build(plans: _Plans, leaves: Iterable[object]) -> Any:
     with reading(f"{_WHAT}, made anew with other leaves,"):
-        return _folded(plans, iter(leaves), _rebuild)[0]
+        return _fold(plans, iter(leaves), _rebuild)[0]
 
 
 def map_leaves(function: Callable[..., object], tree: object, *rest: object) -> Any:
@@ -148,32 +148,32 @@ def map_leaves(function: Callable[..., object], tree: object, *rest: object) -> 
     >>> gradscale.tree.map_leaves(lambda x, y: x + y, {"a": 1, "b": [2, 3]}, {"a": 10, "b": [20, 30]})
     {'a': 11, 'b': [22, 33]}
     """
-    leaves, plans = _walked(tree)
+    leaves, plans = _walk(tree)
     with reading(_WHAT):
-        columns = [_aligned(plans, [other]) for other in rest]
-    return _built(plans, list(map(function, leaves, *columns)))
+        columns = [_align(plans, [other]) for other in rest]
+    return _build(plans, list(map(function, leaves, *columns)))
 
 
-def _aligned(plans: _Plans, others: Iterable[object]) -> list[object]:
+def _align(plans: _Plans, others: Iterable[object]) -> list[object]:
     """Return the nodes of other trees in the places of the planned leaves."""
-    found: list[object] = []
+    nodes: list[object] = []
     for plan, other in zip(plans, others, strict=True):
         if plan is None:
-            found.append(other)
+            nodes.append(other)
             continue
         node, keys, below = plan
-        by_key = None if _is_leaf(other) else dict(zip(*_opened(other), strict=True))
+        by_key = None if _is_leaf(other) else dict(zip(*_keys_and_children(other), strict=True))
         if by_key is None or by_key.keys() != set(keys):
             msg = f"trees must have one structure, got {_describe(node)} beside {_describe(other)}"
             raise InvalidValueError(msg)
-        found += _aligned(below, [by_key[key] for key in keys])
-    return found
+        nodes += _align(below, [by_key[key] for key in keys])
+    return nodes
 
 
 def _describe(node: object) -> str:
     if _is_leaf(node):
         return f"a leaf of type {type(node).__name__}"
-    return f"a {type(node).__name__} with {short_repr(_suffixes(node, _opened(node)[0]))}"
+    return f"a {type(node).__name__} with {short_repr(_suffixes(node, _keys_and_children(node)[0]))}"
 
 
 def _suffixes(node: object, keys: Sequence[Hashable]) -> list[str]:
@@ -194,14 +194,14 @@ def leaves_with_paths(tree: object, is_leaf: _IsLeaf = _is_leaf) -> list[tuple[s
     >>> list(gradscale.tree.leaves_with_paths({"a": 1, "b": [2, 3]}))
     [("['a']", 1), ("['b'][0]", 2), ("['b'][1]", 3)]
     """
-    leaves, plans = _walked(tree, is_leaf)
+    leaves, plans = _walk(tree, is_leaf)
 
     def below(node: object, keys: Sequence[Hashable], children: list[_Located]) -> _Located:
-        located = zip(_suffixes(node, keys), children, strict=True)
-        return [(suffix + path, leaf) for suffix, found in located for path, leaf in found]
+        branches = zip(_suffixes(node, keys), children, strict=True)
+        return [(suffix + path, leaf) for suffix, branch in branches for path, leaf in branch]
 
     with reading(_WHAT):
-        return _folded(plans, ([("", leaf)] for leaf in leaves), below)[0]
+        return _fold(plans, ([("", leaf)] for leaf in leaves), below)[0]
 
 
 def flatten(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], Callable[[Iterable[object]], Any]]:
@@ -223,8 +223,8 @@ def flatten(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], Cal
     >>> rebuild(leaf * 10 for leaf in leaves)
     {'a': 10, 'b': [20, 30]}
     """
-    leaves, plans = _walked(tree, is_leaf)
-    return leaves, functools.partial(_built, plans)
+    leaves, plans = _walk(tree, is_leaf)
+    return leaves, functools.partial(_build, plans)
 
 
 def require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | None = None) -> None:
@@ -267,13 +267,13 @@ def floating_leaves(
     """
     try:
         # Thousands of leaves are of few kinds.
-        are_known = _known.issuperset(
+        are_floating = _floating_kinds.issuperset(
             zip(map(type, leaves), [leaf.dtype for leaf in leaves], itertools.repeat(namespace.__name__))
         )
     except Exception:
-        # A look at each leaf says which one cannot be read.
-        are_known = False
-    if not are_known:
+        # Read one by one, below, the leaves say which one raises.
+        are_floating = False
+    if not are_floating:
         with reading(what):
             kinds = [(type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
             floating = set()
@@ -283,7 +283,7 @@ def floating_leaves(
                 if _is_floating(leaves[first], namespace, takes_integers, name):
                     floating.add(kind)
             leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind in floating]
-            _known.update((*kind, namespace.__name__) for kind in floating)
+            _floating_kinds.update((*kind, namespace.__name__) for kind in floating)
     return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
 
 

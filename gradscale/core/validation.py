@@ -45,12 +45,12 @@ def number(
 ) -> float:
     """Return a real number within bounds as a float, never NaN; NumPy's numbers are fine, booleans and text are not."""
     limits = zip(_BOUNDS.items(), (above, below, at_least, at_most), strict=True)
-    given = [(word, holds, limit) for (word, holds), limit in limits if limit is not None]
-    wanted = " and ".join(f"{word} {limit:g}" for word, _, limit in given)
+    bounds = [(word, holds, limit) for (word, holds), limit in limits if limit is not None]
+    wanted = " and ".join(f"{word} {limit:g}" for word, _, limit in bounds)
     expected = f"a {'finite ' * is_finite}number{' ' * bool(wanted)}{wanted}"
     converted = _as_float(name, value, expected)
     is_number = not math.isnan(converted) and not (is_finite and math.isinf(converted))
-    if not is_number or not all(holds(converted, limit) for _, holds, limit in given):
+    if not is_number or not all(holds(converted, limit) for _, holds, limit in bounds):
         raise _wrong_value(name, expected, value)
     return converted
 
@@ -129,14 +129,14 @@ def choice(name: str, value: object, options: tuple[_Choice, ...]) -> _Choice:
     """Return the option that equals a value."""
     if isinstance(value, str):
         for option in options:
-            # Not by the operator, which a subclass may have given another meaning, or an array.
+            # Not by the operator, which a subclass or an array may define otherwise.
             if str.__eq__(value, option) is True:
                 return option
     raise _wrong_value(name, f"one of {', '.join(map(repr, options))}", value)
 
 
 def choices(name: str, value: object, options: tuple[_Choice, ...]) -> tuple[_Choice, ...]:
-    """Return the options among several values, in the order of ``options``; one may be given bare."""
+    """Return the options among several values, in the order of ``options``; one alone may be bare."""
     with reading(name):
         values = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
         chosen = {choice(name, item, options) for item in values}
@@ -183,8 +183,8 @@ def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale
         elif is_complete or isinstance(value, FunctionType):
             msg += f": call it, {value.__name__}()" if value.__name__.isidentifier() else ": call it"
         raise InvalidTypeError(msg)
-    found: Policy = value
-    return found
+    checked: Policy = value
+    return checked
 
 
 def is_fixed(policy: object) -> bool:

@@ -36,9 +36,9 @@ def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Para
     @functools.wraps(update)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> ScaleState:
         if len(args) > 2 or "nonfinite" not in kwargs:
-            given = f"{short_repr(args[2])} without a name" if len(args) > 2 else "none"
+            value = f"{short_repr(args[2])} without a name" if len(args) > 2 else "none"
             msg = (
-                f"update takes its verdict by name, got {given}; call update(state, nonfinite=...) with the number of "
+                f"update takes its verdict by name, got {value}; call update(state, nonfinite=...) with the number of "
                 f"gradients that are not finite, 0 for a clean step (jmp's adjust takes the opposite: whether all are)"
             )
             raise InvalidTypeError(msg)
@@ -51,8 +51,8 @@ def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Para
 class DynamicScale:
     """Back the scale off on an overflow, and let it grow after a run of clean steps.
 
-    The defaults are torch.amp's rule. The scale is never inf, NaN or 0: growth that float32 cannot hold is not made,
-    and backoff stops at ``min_scale``. It stays a power of two when its factors and bounds are; with others
+    The defaults are torch.amp's rule. The scale is never inf, NaN or 0: growth that float32 cannot hold does not
+    happen, and backoff stops at ``min_scale``. It stays a power of two when its factors and bounds are; with others
     JAX without ``jax_enable_x64`` rounds in another way than NumPy, so that ranks of both cannot agree.
 
     Parameters
@@ -128,7 +128,7 @@ class DynamicScale:
                 "growth_interval", self.growth_interval, 1, most - (self.growth_after != "interval")
             ),
             "init_scale": validation.scale("init_scale", self.init_scale),
-            # A larger factor would overflow in the product that is discarded where growth is not made.
+            # A larger factor would overflow in the product that is discarded where the scale does not grow.
             "growth_factor": validation.number(
                 "growth_factor", self.growth_factor, above=1.0, at_most=validation.LARGEST_FLOAT32
             ),
@@ -194,7 +194,7 @@ class DynamicScale:
         return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
     def clamp(self, scale: float) -> float:
-        """Return a scale moved into ``[min_scale, max_scale]``."""
+        """Return the nearest scale in ``[min_scale, max_scale]``."""
         return min(max(scale, self.min_scale), self.largest_scale)
 
     def backoff(self, state: ScaleState) -> ScaleState:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 __dir__ = __all__.copy
 
-_Given = ParamSpec("_Given")
+_Parameters = ParamSpec("_Parameters")
 _Rule = TypeVar("_Rule", bound=Policy)
 
 
@@ -43,10 +43,10 @@ class _Settings(TypedDict, total=False):
     tolerance: float
 
 
-def _preset(**defaults: object) -> Callable[[Callable[_Given, _Rule]], Callable[_Given, _Rule]]:
-    """Let a preset take these settings with these defaults, and no others but its own; its signature shows them."""
+def _preset(**defaults: object) -> Callable[[Callable[_Parameters, _Rule]], Callable[_Parameters, _Rule]]:
+    """Give a preset these settings with these defaults, and no others but its own; its signature shows them."""
 
-    def decorate(rule: Callable[_Given, _Rule]) -> Callable[_Given, _Rule]:
+    def decorate(rule: Callable[_Parameters, _Rule]) -> Callable[_Parameters, _Rule]:
         signature, hints = inspect.signature(rule, eval_str=True), get_type_hints(_Settings)
         own = [each for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
         parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
@@ -54,7 +54,7 @@ def _preset(**defaults: object) -> Callable[[Callable[_Given, _Rule]], Callable[
         signature = signature.replace(parameters=[*shared, *own])
 
         @functools.wraps(rule)
-        def preset(*args: _Given.args, **kwargs: _Given.kwargs) -> _Rule:
+        def preset(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Rule:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -73,8 +73,8 @@ def _preset(**defaults: object) -> Callable[[Callable[_Given, _Rule]], Callable[
 def _float32(settings: _Settings, **fixed: Any) -> DynamicScale:
     """Return the rule of a system whose factors are float32 numbers, or which has one such number for both."""
     rule = DynamicScale(**settings, **fixed)
-    growth_factor, given = map(validation.round_to_float32, (rule.growth_factor, rule.backoff_factor))
-    backoff_factor = given if "backoff_factor" in settings else 1.0 / growth_factor
+    growth_factor, backoff_factor = map(validation.round_to_float32, (rule.growth_factor, rule.backoff_factor))
+    backoff_factor = backoff_factor if "backoff_factor" in settings else 1.0 / growth_factor
     return dataclasses.replace(rule, growth_factor=growth_factor, backoff_factor=backoff_factor)
 
 
@@ -330,11 +330,11 @@ def named(name: str, /, **settings: object) -> Policy:
         raise InvalidTypeError(msg)
     if name not in _PRESETS:
         raise InvalidValueError(_unknown(name))
-    known = inspect.signature(_PRESETS[name]).parameters
-    if unknown := [setting for setting in settings if setting not in known]:
+    parameters = inspect.signature(_PRESETS[name]).parameters
+    if unknown := [setting for setting in settings if setting not in parameters]:
         msg = (
             f"preset {name!r} has no setting {', '.join(unknown)}, got {short_repr(settings)}; it has "
-            f"{', '.join(known)}"
+            f"{', '.join(parameters)}"
         )
         raise InvalidValueError(msg)
     return _PRESETS[name](**settings)

@@ -48,8 +48,8 @@ class SkipSpikes:
     sides : {"above", "both"}, default "above"
         Whether a value may be too small, too.
     of : {"loss", "norm"} or tuple of these, default ("loss", "norm")
-        A scaler judges the losses that ``scale`` is given, and the norm that ``unscale_(max_norm=)`` returns. ``judge``
-        and ``learn`` take any values: keep a state for each quantity.
+        A scaler judges the losses that ``scale`` multiplies, and the norm that ``unscale_(max_norm=)`` returns.
+        ``judge`` and ``learn`` take any values: keep a state for each quantity.
     learns_from_skipped : bool, default False
         Whether the values of skipped steps are compared with, too.
     patience : int, default 10
@@ -60,8 +60,8 @@ class SkipSpikes:
         and ``patience`` does not move it.
     act : bool, default True
         False skips no step for a spike, to try a rule: ``counts()["spikes seen"]`` has their number, and the report of
-        such a step, which is made, in ``by`` the rank that saw it. For scalers and guards; JAX's compiled steps refuse
-        it, as their verdict has ``spike``.
+        such a step, which is not skipped, in ``by`` the rank that saw it. For scalers and guards; JAX's compiled steps
+        refuse it, as their verdict has ``spike``.
 
     Raises
     ------
@@ -192,7 +192,7 @@ class SkipSpikes:
         return xp.logical_and(count >= self.min_values, xp.logical_not(is_usual))[..., 0]
 
     def learn(self, state: SpikeState, value: Array, *, skipped: Array | bool) -> SpikeState:
-        """Return the state after a step that was skipped for a spike or made (``skipped``: 0-d bool). No host read.
+        """Return the state after a step that was skipped for a spike or not (``skipped``: 0-d bool). No host read.
 
         Over ranks ``skipped`` is what they agreed on, so that all learn from the same steps. NaN for ``value`` leaves
         the values as they are: give it for a step that was skipped for another reason. A Python bool spares work.
