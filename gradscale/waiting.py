@@ -29,7 +29,7 @@ _LARGEST_SHARE = 0.25
 _SILENT = 60.0
 # Seconds. A device has nothing to do while the host sleeps longer than its answer takes.
 DEVICE_PAUSE = 2e-4
-# A library's own end of a communicator may wait for ranks that are gone.
+# A library may wait for ranks that are gone while it aborts a communicator.
 _ABORTING = 10.0
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))

@@ -55,7 +55,7 @@ class Backend:
         Called with the name of a call of a scaler; raises in a function that is compiled or captured, in which the
         scale would become a constant. None, which no ``super()`` calls, if nothing is forbidden.
     stepping : callable, optional
-        Called with a ``Step``; returns a context to make it in if the optimizer skips by itself, else None. None if no
+        Called with a ``Step``; returns a context for the step if the optimizer skips by itself, else None. None if no
         optimizer of the library does.
 
     Examples

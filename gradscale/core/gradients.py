@@ -121,7 +121,7 @@ class Findings(NamedTuple):
     scale: float | None = None
     """The scale that they were divided by; None if the host would have to wait."""
     divisor: Array | None = None
-    """By what the optimizer has to divide scaled ones so that it clips them, too; None for the scale."""
+    """What the optimizer has to divide scaled gradients by to clip them, too; None for the scale."""
     deferred: DeferredClip | None = None
     """What is left to do unless the step is skipped; without a norm the host judges them first, by what it reads."""
     narrow: str = ""
@@ -129,7 +129,7 @@ class Findings(NamedTuple):
 
 
 class Collected(Protocol):
-    """An optimizer's gradients on their way; kept by nobody."""
+    """An optimizer's gradients during one call of the scaler."""
 
     is_touched: bool
     """Whether some of them may have been overwritten, so that they cannot be unscaled again."""
@@ -409,7 +409,7 @@ class InspectedArray(NamedTuple):
     name: str
     array: Array
     parameter: object = None
-    """None in a ``grads`` tree, and of what is searched."""
+    """None for the gradients of a ``grads`` tree, and for weights and state."""
     key: str = ""
 
 

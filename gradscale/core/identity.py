@@ -1,4 +1,4 @@
-"""IdentityMap: values for objects, by identity and weakly, whether or not they can be hashed; Positions: numbers."""
+"""IdentityMap: values for objects, by identity and weakly, even without a hash; Positions: a number for each."""
 
 import weakref
 from typing import TypeVar

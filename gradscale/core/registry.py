@@ -145,7 +145,7 @@ def backend_for(x: Array) -> Backend:
     'generic'
     """
     kind: type = type(x)
-    # A plain dictionary: compilers that trace Python trace into functions behind a cache.
+    # A plain dictionary: compilers that trace Python enter functions behind a cache.
     if kind not in _backends:
         name = _registered_name(kind)
         # The numbers that stand for arrays have only what policies need.

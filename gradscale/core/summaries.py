@@ -26,7 +26,7 @@ STANDARD_FUNCTIONS = ("abs", "imag", "max", "sum")
 
 # How many elements are counted at once, so that no int32 wraps.
 _PIECE = 2**30
-# Of checksums: their sums stay numbers of 32 bits.
+# The modulus of checksums, so that their sums stay within 32 bits.
 _PRIME = 2147483629
 _HALF_BITS = 26
 

@@ -305,7 +305,7 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
     """Return the numbers of the state after a step, bit for bit; None for a policy whose rule is for arrays alone."""
     if type(policy) is StaticScale:
         return Numbers(*state)
-    # A class derived from it may have another rule.
+    # A subclass may have another rule.
     if type(policy) is not DynamicScale:
         return None
     rounded = validation.round_to_float32

@@ -28,7 +28,7 @@ class SpikeState(NamedTuple):
     values: Array
     """1-d float32, the newest last; the first one in the places that are not filled yet."""
     count: Array
-    """How many there are: 0-d int32."""
+    """How many values there are: 0-d int32."""
     skipped: Array
     """How many steps in a row were skipped for a spike, counted up to the rule's patience: 0-d int32."""
 
@@ -139,7 +139,7 @@ class SkipSpikes:
     def init(self, like: Array = None) -> SpikeState:
         """Return a state without values, in the library and on the device of an array."""
         xp, where = namespace_and_device(like)
-        # Each its own, since JAX donates no array twice.
+        # Separate arrays, since JAX donates no array twice.
         count, skipped = (xp.zeros((), dtype=xp.int32, **device_kwargs(where)) for _ in range(2))
         return SpikeState(xp.zeros((self.window,), dtype=xp.float32, **device_kwargs(where)), count, skipped)
 
@@ -203,12 +203,12 @@ class SkipSpikes:
         is_value = _is_finite(x)
         enters, new_run = is_value, run * xp.astype(xp.logical_not(is_value), xp.int32)
         if skipped is not False:
-            # True is an array that holds nothing else.
+            # For True, an array of it.
             was_skipped = run >= 0 if skipped is True else skipped[..., None]
             is_patient = run < self.patience
             if not self.learns_from_skipped:
                 enters = xp.logical_and(is_value, xp.logical_not(xp.logical_and(was_skipped, is_patient)))
-            # Counted up to the patience, beyond which nobody asks.
+            # Counted up to the patience, since only that is compared.
             new_run = xp.where(was_skipped, run + xp.astype(is_patient, xp.int32), new_run)
         entered = xp.where(count == 0, x, xp.concat([values[..., 1:], x], axis=-1))
         more = xp.astype(xp.logical_and(enters, count < self.window), xp.int32)
@@ -224,7 +224,7 @@ class Window(NamedTuple):
     """A state of numbers of the host: the values of the last steps, and how many steps in a row were skipped."""
 
     values: tuple[float, ...] = ()
-    """Those that there are, float32, the newest last."""
+    """float32, the newest last; at first fewer than the rule's window."""
     skipped: int = 0
 
 
