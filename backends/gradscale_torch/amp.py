@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 
-# Looked up once: a framework may put the classes of this file in the place of torch's names.
+# Looked up once: a framework may rebind torch's names to the classes of this file.
 from torch.amp import GradScaler as TorchGradScaler
 
 import gradscale
@@ -30,7 +30,7 @@ from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of,
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, hosts
 from gradscale_torch.backend import ScalerBackend
-from gradscale_torch.devices import moved
+from gradscale_torch.devices import to_device
 from gradscale_torch.gradients import Settings
 from gradscale_torch.groups import TorchCollectives, default_group, is_lookalike
 
@@ -52,7 +52,7 @@ _NOT_CALLED = {
 
 
 def _not_called(name: str, ours: Callable[..., object] | None = None) -> property:
-    """Return a property that holds torch's method of this name, or ours, and takes no other."""
+    """Return a property for torch's method of this name, or ours, that cannot be set."""
 
     def get(scaler: GradScaler) -> object:
         return getattr(super(GradScaler, scaler), name) if ours is None else functools.partial(ours, scaler)
@@ -86,9 +86,9 @@ def _field(name: str) -> property:
             raise InvalidTypeError(msg)
         iteration, current = iteration_of(scaler), _current(scaler)
         field: Tensor = getattr(current.materialize(value), name)
-        fitting = moved(value, field.device, dtype=field.dtype)
-        current.set_field(name, fitting.reshape(()) if fitting.shape else fitting)
-        # Gradients under way are unscaled with it, as by torch's scalers.
+        tensor = to_device(value, field.device, dtype=field.dtype)
+        current.set_field(name, tensor.reshape(()) if tensor.shape else tensor)
+        # The gradients of this iteration are unscaled with it, as by torch's scalers.
         if iteration.state is not None:
             iteration.state = current.state
 
@@ -193,8 +193,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def __repr__(self) -> str:
         current = _current(self)
         # A device is not waited for.
-        held = None if current.state is None else current.state.scale
-        scale = current.scale() if held is None or devices.is_on_cpu(held) else f"<on {held.device}>"
+        tensor = None if current.state is None else current.state.scale
+        scale = current.scale() if tensor is None or devices.is_on_cpu(tensor) else f"<on {tensor.device}>"
         return f"{type(self).__name__}(policy={current.policy!r}, scale={scale}, enabled={self._enabled})"
 
     # The iteration.
@@ -321,7 +321,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
                 f"give it group=torch.distributed.group.WORLD, or take a StepGuard"
             )
             raise InvalidValueError(msg)
-        # One that a subclass or a framework has put in its place is called.
+        # An override, by a subclass or a framework, is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
         lock = call_of(self, "step()")
         self._end_if_over()
@@ -351,9 +351,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         if group is None:
             agree_over(self, self._default_groups())
         elif self._enabled:
-            asked = group if isinstance(group, (list, tuple)) else [group]
-            wrapped = [_wrapped(one, self._timeout) for one in asked]
-            agree_over(self, registry.all_collectives_for(wrapped, self._timeout))
+            groups = group if isinstance(group, (list, tuple)) else [group]
+            adapters = [_wrap(one, self._timeout) for one in groups]
+            agree_over(self, registry.all_collectives_for(adapters, self._timeout))
 
     # Saving and loading.
 
@@ -368,9 +368,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes that torch's scalers pickle, and under one more key the rest, without tensors."""
-        kept = super().__getstate__()
-        kept.pop("process_group", None)
-        return hosts.as_torchs_pickle(self, self._device) | {"gradscale": kept}
+        attributes = super().__getstate__()
+        attributes.pop("process_group", None)
+        return hosts.as_torchs_pickle(self, self._device) | {"gradscale": attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "gradscale" in state:
@@ -392,12 +392,12 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[int, object]) -> None:
-        """Take other states, of which none begins the iteration again, or the mapping that was read here."""
+        """Replace all states, by none to begin the iteration again; the mapping that was read here changes nothing."""
         if isinstance(states, hosts.OptimizerStates) and states.scaler is self:
             return
-        given = validation.mapping("_per_optimizer_states", states)
+        entries = validation.mapping("_per_optimizer_states", states)
         self._per_optimizer_states.clear()
-        self._per_optimizer_states.update(given)
+        self._per_optimizer_states.update(entries)
 
     @property
     def _init_scale(self) -> float:
@@ -429,7 +429,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     _amp_update_scale_cpu_ = _not_called("_amp_update_scale_cpu_")
 
     def _make_state(self, dev: torch.device | str) -> None:
-        """Make the state on a device, if it is not made yet, as a framework does that steps before the first loss."""
+        """Make the state on a device, if there is none, as a framework does that steps before the first loss."""
         current = _current(self)
         current.materialize(torch.empty((), device=dev))
         current.is_fresh = False
@@ -437,26 +437,26 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     _lazy_init_scale_growth_tracker = _not_called("_lazy_init_scale_growth_tracker", _make_state)
 
-    def _judge(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
+    def _judge_gradients(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
         iteration = iteration_of(self)
         progress = iteration.progress_of(optimizer)
         if progress.is_incomplete:
-            # It raises: a part of them may be divided.
+            # It raises: a part of the gradients may be divided.
             iteration.verdict(progress)
         stage = progress.stage
         request = Request(divides=False, are_scaled=stage is Stage.READY)
         iteration.unscale(progress, optimizer, request, is_framework_check=not iteration.is_inside_closure)
-        # It counts in place of one that the optimizer was stepped by, as in torch.
+        # The new verdict replaces the one that the optimizer was stepped by, as in torch.
         progress.stage, progress.verdict = stage, None
-        return hosts.found_by_device(iteration, progress)
+        return hosts.flags_by_device(iteration, progress)
 
-    _check_inf_per_device = _not_called("_check_inf_per_device", _judge)
+    _check_inf_per_device = _not_called("_check_inf_per_device", _judge_gradients)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
         iteration = iteration_of(self)
-        return hosts.found_by_device(iteration, iteration.progress_of(optimizer))
+        return hosts.flags_by_device(iteration, iteration.progress_of(optimizer))
 
     def _default_groups(self) -> Sequence[Collectives]:
         # Each rank has a loss of its own, also where all hold the same gradients.
@@ -535,12 +535,12 @@ def _all_ranks(timeout: float) -> Sequence[Collectives]:
     return () if world is None or world.size() == 1 else [TorchCollectives(None, timeout)]
 
 
-def _factors(policy: Policy | None, enabled: bool, given: Sequence[float]) -> dict[str, float]:
+def _factors(policy: Policy | None, enabled: bool, values: Sequence[float]) -> dict[str, float]:
     """Return the factors for a DynamicScale: those that a policy must not contradict, and none if disabled."""
     if not enabled:
-        # A disabled scaler of torch's takes any.
+        # A disabled scaler of torch's accepts any.
         return {}
-    factors = dict(zip(FACTORS, given, strict=True))
+    factors = dict(zip(FACTORS, values, strict=True))
     if policy is None:
         return factors
     with reading("a factor"):
@@ -581,7 +581,7 @@ def _available(device: Device, enabled: object) -> bool:
     return is_wanted
 
 
-def _wrapped(group: object, timeout: float) -> object:
+def _wrap(group: object, timeout: float) -> object:
     """Wrap an object that only torch takes for a group."""
     # An int is what new_group() gives to ranks that are not in it.
     is_torchs = isinstance(group, int) or is_lookalike(group)
@@ -593,7 +593,7 @@ def _current(replacement: GradScaler) -> CurrentScale:
 
 
 class _Untraced:
-    """A step whose two halves the compiler does not look into."""
+    """A step whose two halves the compiler does not trace."""
 
     def __init__(self, step: Step) -> None:
         self._step = step

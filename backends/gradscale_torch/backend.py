@@ -1,4 +1,4 @@
-"""TorchBackend: the pure functions on tensors, and the hooks by which gradscale's scalers replace torch's."""
+"""TorchBackend: the pure functions on tensors; ScalerBackend: the adapter of the scalers that replace torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32
 from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 from gradscale_torch import devices, gradients
-from gradscale_torch.devices import CPU, Flags, TensorRead, combined, forbid_capture, is_capturing, moved
+from gradscale_torch.devices import CPU, Flags, TensorRead, combine_flags, forbid_capture, is_capturing, to_device
 from gradscale_torch.groups import TorchCollectives
 from gradscale_torch.snapshot import TensorSnapshot
 from gradscale_torch.stepping import stepping
@@ -84,16 +84,16 @@ class TorchBackend(Backend):
 
     def move(self, x: Tensor, like: Tensor, /) -> Tensor:
         """Return a 0-d tensor on the device of another one; the CPU waits only for those that come to it."""
-        return moved(x, like.device)
+        return to_device(x, like.device)
 
     def integers(self, values: Sequence[int], like: Tensor, /) -> Tensor:
         """Return numbers as a 1-d int32 tensor on the device of another one; nothing is waited for."""
         if like.device == CPU:
             return torch.tensor(values, dtype=torch.int32, device=CPU)
         # The CPU would wait for a copy, but not for the arguments of a kernel.
-        made = torch.zeros(len(values), dtype=torch.int32, device=like.device)
-        torch._foreach_add_(made.unbind(), list(values))
-        return made
+        tensor = torch.zeros(len(values), dtype=torch.int32, device=like.device)
+        torch._foreach_add_(tensor.unbind(), list(values))
+        return tensor
 
     def example(self) -> Tensor:
         """Return a 0-d float32 tensor on the device that is trained on, or the default one."""
@@ -109,11 +109,11 @@ class TorchBackend(Backend):
     ) -> tuple[list[Summary], list[list[int]]]:
         """Summarize dense tensors and read others: one host read, and none for IEEE numbers of the CPU."""
         with torch.no_grad():
-            counted = [_counted(array.detach()) for array in arrays]
-            uncounted = [array.detach() for array, one in zip(arrays, counted, strict=True) if one is None]
-            found, values = super().read_summaries(uncounted, others)
-        remaining = iter(found)
-        return [next(remaining) if one is None else one for one in counted], values
+            summaries = [_summary_on_cpu(array.detach()) for array in arrays]
+            rest = [array.detach() for array, one in zip(arrays, summaries, strict=True) if one is None]
+            rest_summaries, values = super().read_summaries(rest, others)
+        remaining = iter(rest_summaries)
+        return [next(remaining) if one is None else one for one in summaries], values
 
     def unscale(
         self, grads: Sequence[Tensor], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Tensor] | None = None
@@ -131,16 +131,16 @@ class TorchBackend(Backend):
             )
             raise InvalidTypeError(msg)
         if out is None and any(grad.layout != torch.strided for grad in grads):
-            # The standard's functions take dense ones alone.
+            # The standard's functions are for dense ones alone.
             grads = out = [grad.detach().to(dtype or grad.dtype, copy=True) for grad in grads]
         if out is None or torch.compiler.is_compiling():
             return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
         with torch.no_grad():
             _require_disjoint(grads, out)
             if any(grad.dtype != target.dtype for grad, target in zip(grads, out, strict=True)):
-                made, nonfinite = arithmetic.unscale_arrays(grads, state, out=out)
-                for target, new in zip(out, made, strict=True):
-                    target.copy_(new)
+                quotients, nonfinite = arithmetic.unscale_arrays(grads, state, out=out)
+                for target, quotient in zip(out, quotients, strict=True):
+                    target.copy_(quotient)
                 return out, nonfinite
             for grad, target in zip(grads, out, strict=True):
                 if grad is not target:
@@ -148,7 +148,7 @@ class TorchBackend(Backend):
             flags: Flags = {}
             tensors = gradients.group_tensors([gradients.kernel_view(target) for target in out])
             gradients.forbid_meta(tensors)
-            # Reading the scale of a device would be a host read; a second look is none. 0 is as low as it may be.
+            # Reading the scale of a device would be a host read; judging twice is none. 0 is its lower bound.
             least = state.scale.item() if state.scale.is_cpu else float(isinstance(state, arithmetic.UnitState))
             if least == 1.0:
                 gradients.flag_nonfinite(tensors, flags)
@@ -158,7 +158,7 @@ class TorchBackend(Backend):
             gradients.flag_sums([one for one in sparse if not one.is_coalesced()], flags)
             count, target = gradients.count_nonfinite(flags, tensors), state.scale.device
             if count is None:
-                return out, combined(flags, target).to(torch.int32)
+                return out, combine_flags(flags, target).to(torch.int32)
             return out, torch.full((), count, dtype=torch.int32, device=target)
 
     def values_of(self, x: Array) -> Array | None:
@@ -171,7 +171,7 @@ class TorchBackend(Backend):
 
 
 class ScalerBackend(TorchBackend):
-    """The hooks by which gradscale's scalers replace torch's.
+    """The adapter of the scalers that replace torch's.
 
     The state stays in its tensors, so that frameworks and captured graphs see the scale, gradients may be DTensors, and
     fused optimizers skip by themselves.
@@ -198,7 +198,7 @@ class ScalerBackend(TorchBackend):
             return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=target) for one in state))
 
     def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
-        """Return a state with some fields replaced by numbers, which its tensors hold if others look at them."""
+        """Return a state with some fields replaced by numbers, in the same tensors if others read them."""
         if state.scale.is_inference():
             return super().with_numbers(state, numbers)
         for tensor, number in zip(state, numbers, strict=True):
@@ -235,12 +235,12 @@ class ScalerBackend(TorchBackend):
         return ScaleState(*state)
 
     def write_into(self, old: _State, new: _State) -> _State:
-        """Write a named tuple of tensors into those of another, if others look at them, and return these in a new one.
+        """Write a named tuple of tensors into those of another, if others read them, and return these in a new one.
 
         Values that are kept for the old tuple are out of date.
         """
         if old[0].is_inference():
-            # They were made in torch's inference mode, and cannot be written outside of it.
+            # Tensors of torch's inference mode cannot be written outside of it.
             return type(old)(*map(torch.clone, new))
         self._fitting = None, None
         for tensor, value in zip(old, new, strict=True):
@@ -254,7 +254,7 @@ class ScalerBackend(TorchBackend):
         for tensor in outputs:
             if not tensor.is_cpu and is_capturing(tensor.device):
                 self.is_replayed = True
-            product = tensor * moved(state.scale, tensor.device)
+            product = tensor * to_device(state.scale, tensor.device)
             scaled.append(product.to(tensor.dtype) if self._settings.is_sharded else product)
         return scaled
 
@@ -281,12 +281,12 @@ class ScalerBackend(TorchBackend):
 
     def groups_of(self, optimizer: Optimizer) -> Sequence[Collectives]:
         """Return the meshes of an optimizer's DTensor parameters."""
-        # Without a look at the gradients: a rank whose gradients raise an error must not stay away.
+        # Without reading the gradients: a rank whose gradients raise an error must not stay away.
         meshes = gradients.meshes_of(one.parameter for one in named_gradients(optimizer))
         return gradients.groups_over(meshes, self._settings.timeout)
 
     def norm_groups(self, optimizer: Any, cache: ParameterCache) -> Sequence[Collectives]:
-        """Return the mesh over which the norm of DTensor gradients is taken."""
+        """Return the mesh over which the norm of DTensor gradients is summed up."""
         return gradients.groups_over(gradients.require_norm(optimizer, cache), self._settings.timeout)
 
     def __getstate__(self) -> dict[str, object]:
@@ -328,8 +328,8 @@ def _require_disjoint(grads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         # Pointers of other devices say where in its storage a tensor begins, and are no addresses.
         memory = None if one.is_cpu or one.is_cuda else one.untyped_storage().data_ptr()
         spans.setdefault(memory, []).append((_span(one), number))
-    for found in spans.values():
-        require_disjoint(found, lambda one, other: _share_memory(plain[one], plain[other]), len(out))
+    for entries in spans.values():
+        require_disjoint(entries, lambda one, other: _share_memory(plain[one], plain[other]), len(out))
 
 
 def _has_memory(x: Tensor) -> bool:
@@ -350,13 +350,13 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _addresses(x: Tensor) -> Tensor:
-    found = torch.full((), x.data_ptr(), dtype=torch.int64, device="cpu")
+    addresses = torch.full((), x.data_ptr(), dtype=torch.int64, device="cpu")
     for length, stride in zip(x.shape, x.stride(), strict=True):
-        found = found[..., None] + torch.arange(length, device="cpu") * (stride * x.element_size())
-    return found.reshape(-1)
+        addresses = addresses[..., None] + torch.arange(length, device="cpu") * (stride * x.element_size())
+    return addresses.reshape(-1)
 
 
-def _counted(tensor: Tensor) -> Summary | None:
+def _summary_on_cpu(tensor: Tensor) -> Summary | None:
     """Summarize a tensor of IEEE numbers of the CPU, block by block; None for any other."""
     layout = layout_of(tensor.dtype)
     if layout is None or not tensor.is_cpu:

@@ -1,8 +1,8 @@
 """How small tensors get from one device to another and to the CPU, and what a capture of a graph forbids.
 
-The CPU would compute with whatever its memory held if a copy from a device that it does not wait for were not done. And
-while a graph is captured nothing is done: no event may be asked for, no memory pinned, and numbers of the CPU would
-stay the same in every replay.
+The CPU would compute with stale memory if a copy from a device that it does not wait for were not done. And while a
+graph is captured nothing is done: no event may be queried, no memory pinned, and numbers of the CPU would stay the same
+in every replay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradscale.errors import CallOrderError
 
 Tensor = torch.Tensor
 Flags: TypeAlias = dict[torch.device, Tensor]
-"""By device, a 0-d float32: 1 if a value that is not finite was found, else 0."""
+"""By device, a 0-d float32: 1 if a value is not finite, else 0."""
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ NO_READS = (
 """Advice for a capture in which the CPU would have to read a verdict."""
 
 
-def moved(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return a small tensor on another device, or itself if it is there; the CPU waits only for its own copies."""
     if tensor.device == device:
         return tensor if dtype is None else tensor.to(dtype)
@@ -40,7 +40,7 @@ def moved(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = N
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Tell whether a graph of a device is being captured, in which nothing may be waited for or asked."""
+    """Tell whether a graph of a device is being captured, in which nothing may be waited for or queried."""
     if device == CPU:
         return False
     module = getattr(torch, device.type, None)
@@ -71,7 +71,7 @@ class TensorRead:
             self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.Event(device=device, enable_timing=False)
-            # By itself it would be recorded on the stream of the current device, whatever it was made for.
+            # By itself it would be recorded on the stream of the current device, whatever its own is.
             self._event.record(torch.accelerator.current_stream(device))
 
     def is_done(self) -> bool:
@@ -89,9 +89,9 @@ class TensorRead:
         return values
 
 
-def combined(found: Mapping[torch.device, Tensor], target: torch.device) -> Tensor:
+def combine_flags(flags: Mapping[torch.device, Tensor], target: torch.device) -> Tensor:
     """Return the flags of all devices as one 0-d float32, exactly 0 or 1, on one of them. No host read."""
-    if len(found) == 1 and target in found:
-        return found[target]
-    flags = [moved(flag, target) for flag in found.values()]
-    return torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=target)
+    if len(flags) == 1 and target in flags:
+        return flags[target]
+    copies = [to_device(flag, target) for flag in flags.values()]
+    return torch.stack(copies).amax() if copies else torch.zeros((), dtype=torch.float32, device=target)

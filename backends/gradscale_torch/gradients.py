@@ -20,7 +20,7 @@ from gradscale.core.gradients import Findings, ParameterCache, Request, ScaleVie
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import bits_of_float32, float32_from_bits
 from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, short_repr
-from gradscale_torch.devices import CPU, Flags, combined, is_capturing, is_on_cpu, moved
+from gradscale_torch.devices import CPU, Flags, combine_flags, is_capturing, is_on_cpu, to_device
 from gradscale_torch.groups import TorchCollectives
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ _EPSILON = 1e-6
 _SMALL = 1 << 14
 # A sum of squares above it has lost nothing to those that float32 has no number for.
 _SMALLEST_SQUARE = 1e-20
-# As many on a device, whose memory joined ones take once more.
+# The same limit on a device, whose memory must hold joined ones twice.
 _JOINED = 1 << 16
 
 
@@ -118,7 +118,7 @@ class TensorGradients:
         self._settings, self._optimizer, self._parameters, self._request = settings, optimizer, parameters, request
         self._is_replayed = is_replayed
         # The tensors of values, to be overwritten; and the sparse gradients with duplicate indices, whose sums must be
-        # judged once they are unscaled. Optimizers that unscale by themselves, and clipping alone, take float16.
+        # judged once they are unscaled. Optimizers that unscale by themselves, and clipping alone, allow float16.
         takes_fp16 = settings.allows_fp16 or not (request.divides and request.are_scaled)
         has_norm = request.max_norm is not None
         self._tensors, self._uncoalesced = _collect(parameters, allow_fp16=takes_fp16, has_norm=has_norm)
@@ -164,14 +164,14 @@ class TensorGradients:
                     return Findings(0, None, len(tensors) > 0, request.are_scaled, devices, deferred=deferred)
                 if is_plain and number is not None and all(device == CPU for device, _ in tensors):
                     return self._unscale_on_cpu(number)
-                divisor, norm = self._clipped(scale, request.max_norm, flags)
+                divisor, norm = self._clip_divisor(scale, request.max_norm, flags)
             if request.divides:
                 self.is_touched, self._parameters.left_scaled = True, False
             if not request.divides:
                 if norm is None or self._parameters.meshes:
                     flag_nonfinite(tensors, flags)
                 if may_be_below_one and request.are_scaled:
-                    # An optimizer's kernel divides without a look at the result.
+                    # An optimizer's kernel divides without judging the result.
                     flag_quotients(tensors, divisor, flags)
             elif is_one and norm is None:
                 flag_nonfinite(tensors, flags)
@@ -186,12 +186,12 @@ class TensorGradients:
                 flag_sums(self._uncoalesced, flags)
             count = count_nonfinite(flags, tensors)
         # A fused optimizer must not divide again what is unscaled.
-        found = combined(flags, scale.device) if count is None else count
+        nonfinite = combine_flags(flags, scale.device) if count is None else count
         is_scaled = request.are_scaled and not request.divides
-        return Findings(found, norm, len(tensors) > 0, is_scaled, flags, number, None if divisor is scale else divisor)
+        return Findings(nonfinite, norm, bool(tensors), is_scaled, flags, number, None if divisor is scale else divisor)
 
     def _unscale_on_cpu(self, scale: float) -> Findings:
-        """Judge them by numbers, and unscale and clip them, at once or if the step is made."""
+        """Judge them by numbers, and unscale and clip them, at once or in a step that is not skipped."""
         tensors, request = self._tensors, self._request
         clip = DeferredClip(None, tensors, request, self._parameters)
         overflows, norm = clip.judge_norm(norm_on_cpu(tensors), scale)
@@ -208,7 +208,7 @@ class TensorGradients:
         is_scaled, deferred = is_later and request.are_scaled, clip if is_later else None
         return Findings(count, returned, len(tensors) > 0, is_scaled, flags, scale, deferred=deferred)
 
-    def _clipped(self, scale: Tensor, max_norm: float, flags: Flags) -> tuple[Tensor, Tensor]:
+    def _clip_divisor(self, scale: Tensor, max_norm: float, flags: Flags) -> tuple[Tensor, Tensor]:
         """Return by what to divide to unscale and clip at once, and the unscaled norm, 0-d float32; set the flag.
 
         For an optimizer that divides by itself the first is float32, and else float64, if there is that.
@@ -219,20 +219,20 @@ class TensorGradients:
             exchange.announce(scale)
         norm, own = self._norm(target)
         unscaled = torch.div(norm, scale, out=torch.empty_like(scale))
-        judged = unscaled
+        norm_check = unscaled
         if exchange is not None:
             # If another rank's part makes the norm inf or NaN, that rank reports it: it overflows only if some part is
             # above its share of the largest number.
             share = own * math.sqrt(2 * exchange.size) / scale
-            judged = torch.where(share.float() < math.inf, 0.0, unscaled)
+            norm_check = torch.where(share.float() < math.inf, 0.0, unscaled)
         clipping = torch.add(norm, scale, alpha=_EPSILON).div_(max_norm)
         if divides:
             # A norm that is not finite clips nothing: gradients that are finite stay so, and the others are named.
             clipping = torch.where((unscaled if self._request.are_scaled else norm) < math.inf, clipping, 0.0)
         divisor = torch.maximum(scale, clipping, out=None if divides else torch.empty_like(scale))
         # A divisor is an overflow, too, that float32 cannot hold, or whose reciprocal is no normal number.
-        lost = [(4 * divisor).float() if divides else divisor] if max_norm > 0 else []
-        flag_nonfinite({(target, torch.float32): [judged, *lost]}, flags)
+        divisor_checks = [(4 * divisor).float() if divides else divisor] if max_norm > 0 else []
+        flag_nonfinite({(target, torch.float32): [norm_check, *divisor_checks]}, flags)
         return divisor, unscaled
 
     def _norm(self, target: torch.device) -> tuple[Tensor, Tensor]:
@@ -245,16 +245,16 @@ class TensorGradients:
             # The CPU computes the same norm of all ranks' parts on every rank.
             norms = exchange.numbers(bits_of_float32(own.item()), torch.zeros((), device=target))
             return torch.full_like(own, math.hypot(*map(float32_from_bits, norms))), own
-        counted = [
+        parts = [
             kernel_view(one.grad)
             for one in self._parameters.lists.unique
             if one.grad is not None and _is_counted_here(one.grad)
         ]
-        own = norm_of(group_tensors(counted), target).double()
+        own = norm_of(group_tensors(parts), target).double()
         return mesh[0].sum(own.square()).sqrt(), own
 
     def _require_whole(self) -> None:
-        """Raise InvalidValueError for gradients that are sums still to be made, before anything is modified."""
+        """Raise InvalidValueError for gradients that are not reduced yet, before anything is modified."""
         sharded: list[Any] = [one for one in self._parameters.lists.unique if hasattr(one, "device_mesh")]
         if any(placement.is_partial() for one in sharded if one.grad is not None for placement in one.grad.placements):
             name = type(self._optimizer).__name__
@@ -284,10 +284,10 @@ def _lists_of(optimizer: Optimizer) -> gradients.ParameterLists:
 
 
 def _parameters_of(optimizer: Optimizer, cache: ParameterCache) -> Parameters:
-    """Return an optimizer's parameters, those that are kept if they are the same."""
-    known: Parameters | None = cache.get(id(optimizer))
-    if known is not None and known.lists.are_those_of(optimizer):
-        return known
+    """Return an optimizer's parameters, from the cache if they are the same."""
+    cached: Parameters | None = cache.get(id(optimizer))
+    if cached is not None and cached.lists.are_those_of(optimizer):
+        return cached
     lists = _lists_of(optimizer)
     for parameter in lists.unique:
         if not isinstance(parameter, Tensor):
@@ -296,8 +296,8 @@ def _parameters_of(optimizer: Optimizer, cache: ParameterCache) -> Parameters:
                 f"param_groups of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
             )
             raise InvalidTypeError(msg)
-    found = [parameter.grad for parameter in lists.unique if parameter.grad is not None]
-    for index, gradient in enumerate(found):
+    grads = [parameter.grad for parameter in lists.unique if parameter.grad is not None]
+    for index, gradient in enumerate(grads):
         if gradient.layout == torch.strided and not gradient.is_contiguous():
             local = local_tensor(gradient)
             if aliasing.overlaps_itself(local.shape, local.stride()):
@@ -351,23 +351,23 @@ def _collect(parameters: Parameters, *, allow_fp16: bool, has_norm: bool) -> tup
             _check_dtypes(dtypes, allow_fp16)
             forbid_meta(groups)
             return groups, ()
-    owned = {id(one.grad): one for one in reversed(parameters.lists.unique) if one.grad is not None}
-    _check_dtypes({one.grad.dtype for one in owned.values() if one.grad is not None}, allow_fp16)
-    chosen, uncoalesced = [], []
-    for parameter in reversed(owned.values()):
+    owners = {id(one.grad): one for one in reversed(parameters.lists.unique) if one.grad is not None}
+    _check_dtypes({one.grad.dtype for one in owners.values() if one.grad is not None}, allow_fp16)
+    views, uncoalesced = [], []
+    for parameter in reversed(owners.values()):
         grad = parameter.grad
         if grad.layout == torch.sparse_coo and not grad.is_coalesced():
             if has_norm or grad.dtype is torch.float16:
                 # Only sums have a norm; and the optimizer would sum in float16, where they overflow easily.
                 is_half = grad.dtype is torch.float16
-                summed = grad.to(torch.float32 if is_half else grad.dtype).coalesce().to(grad.dtype)
+                total = grad.to(torch.float32 if is_half else grad.dtype).coalesce().to(grad.dtype)
                 for one in parameters.lists.unique:
                     if one.grad is grad:
-                        one.grad = summed
+                        one.grad = total
             else:
                 uncoalesced.append(grad)
-        chosen.append(kernel_view(parameter.grad))
-    groups = group_tensors(chosen)
+        views.append(kernel_view(parameter.grad))
+    groups = group_tensors(views)
     forbid_meta(groups)
     return groups, uncoalesced
 
@@ -415,7 +415,7 @@ def values_of(gradient: Tensor) -> Tensor | None:
     with torch.no_grad():
         local = local_tensor(gradient.detach())
         if hasattr(local, "__tensor_flatten__"):
-            return _parts_of(local)
+            return _inner_values(local)
         if local.layout == torch.sparse_coo and not local.is_coalesced():
             # float16 is summed in float32, as it is when it is unscaled.
             wide = local.to(torch.float32) if local.dtype is torch.float16 else local
@@ -425,8 +425,8 @@ def values_of(gradient: Tensor) -> Tensor | None:
         return local.values()
 
 
-def _parts_of(tensor: Any) -> Tensor | None:
-    """Return the floating values that a subclass made of other tensors holds, such as the scales of an 8-bit state."""
+def _inner_values(tensor: Any) -> Tensor | None:
+    """Return the floating values of a subclass that wraps other tensors, such as the scales of an 8-bit state."""
     parts = [values_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
     floating = [one.reshape(-1) for one in parts if one is not None and (one.is_floating_point() or one.is_complex())]
     # torch promotes no 8-bit types.
@@ -468,10 +468,10 @@ def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, again: boo
     """Multiply dense real tensors by the reciprocal of the scale, 0-d float32 on any device, and note bad ones.
 
     The products must be flagged again if the reciprocal may be above 1, so that they may overflow. Tensors that are
-    ``flagged`` already are looked at only by a kernel that does both.
+    ``flagged`` already are judged only by a kernel that does both.
     """
     for (device, dtype), tensors in groups.items():
-        if not _apply(device, tensors, flags, moved(factor, device), flagged=flagged) and again:
+        if not _apply(device, tensors, flags, to_device(factor, device), flagged=flagged) and again:
             # To read them is half of what the kernel does; on the CPU it is slower, and not there for float8.
             is_read = device.type != "cpu" and dtype.itemsize > 1
             _apply(device, _largest(tensors) if is_read else tensors, flags)
@@ -493,7 +493,7 @@ def flag_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
     for (device, dtype), tensors in groups.items():
         for largest in _largest(tensors):
             wide = largest.to(torch.promote_types(dtype, torch.float32))
-            _apply(device, [(wide / moved(scale, device)).to(dtype)], flags)
+            _apply(device, [(wide / to_device(scale, device)).to(dtype)], flags)
 
 
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
@@ -529,20 +529,20 @@ def _apply(
 
 
 def constant(value: float, device: torch.device) -> Tensor:
-    """Return 0 or 1 as a 0-d float32 on a device, not to be written; what a captured graph makes is its own."""
-    return _kept(value, device) if device == CPU or not is_capturing(device) else _made(value, device)
+    """Return 0 or 1 as a 0-d float32 on a device, not to be written; a captured graph makes its own."""
+    return _cached_fill(value, device) if device == CPU or not is_capturing(device) else _fill(value, device)
 
 
-def _made(value: float, device: torch.device) -> Tensor:
+def _fill(value: float, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((), value, dtype=torch.float32, device=device)
 
 
-_kept = functools.lru_cache(maxsize=64)(_made)
+_cached_fill = functools.lru_cache(maxsize=64)(_fill)
 
 
-# Types of devices and dtypes for which torch's kernel is not there.
-_refused: set[tuple[str, torch.dtype] | None] = set()
+# Types of devices and dtypes for which torch has no kernel.
+_unsupported: set[tuple[str, torch.dtype] | None] = set()
 
 
 def _apply_by_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> bool:
@@ -550,14 +550,14 @@ def _apply_by_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> boo
     is_usual = not tensors or (tensors[0].dtype is torch.float32 and flag.is_cpu)
     kind = None if is_usual else (flag.device.type, tensors[0].dtype)
     # A device's kernel takes what float32 cannot hold for infinite.
-    if kind in _refused or (kind is not None and kind[1] is torch.float64 and kind[0] != "cpu"):
+    if kind in _unsupported or (kind is not None and kind[1] is torch.float64 and kind[0] != "cpu"):
         return False
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) or "not implemented for" in str(error):
             # To be refused again costs as much as to multiply.
-            _refused.update([] if kind is None else [kind])
+            _unsupported.update([] if kind is None else [kind])
             return False
         _raise_overlap(tensors, error)
         raise
@@ -623,7 +623,7 @@ def count_nonfinite(flags: Flags, groups: Groups) -> int | None:
 def norm_of(groups: Groups, target: torch.device) -> Tensor:
     """Return the 2-norm of all tensors together, 0-d, in float64 where there is that."""
     norms = [
-        moved(_norm_of_one_kind(device, one), target, dtype=_widest(target)) for (device, _), one in groups.items()
+        to_device(_norm_of_one_kind(device, one), target, dtype=_widest(target)) for (device, _), one in groups.items()
     ]
     if len(norms) == 1:
         return norms[0]

@@ -44,7 +44,7 @@ _MOMENT = timedelta(milliseconds=50)
 _LATER = 10.0
 
 # Unfinished work, which torch still reads and writes, with its buffer and its group, even if it was given up or nobody
-# asks for it any more.
+# waits for it any more.
 _under_way: dict[int, tuple[dist.Work, Tensor, dist.ProcessGroup]] = {}
 
 _OF_THE_DEVICE = "agree over a group of this device, such as one of NCCL, on gradients that are on it"
@@ -52,9 +52,9 @@ CPU_IN_DLPACK = 1
 
 
 @atexit.register
-def _leave() -> None:
+def _keep_groups_alive() -> None:
     """Keep groups with unfinished work alive for ever: freeing one of gloo's waits for ranks that may never come."""
-    _forget_what_is_done()
+    _drop_finished_work()
     for _, _, group in _under_way.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -64,7 +64,7 @@ _DEFAULT_GROUP = types.SimpleNamespace()
 
 
 class TorchCollectives:
-    """MAX all-reduces over a process group or mesh, made in the group itself, in one order with the user's own.
+    """MAX all-reduces over a process group or mesh, issued in the group itself, in one order with the user's own.
 
     ``group`` None is the default group at the time of each collective. An object with ``rank()``, ``size()`` and
     ``allreduce(tensors, options)`` serves as well, but waits without a timeout. Constructing is collective over a mesh
@@ -79,13 +79,13 @@ class TorchCollectives:
     @property
     def identity(self) -> object:
         """The process group, or an object that stands for the default group while there is none."""
-        if self._asked is None or self._group is None:
+        if self._user_group is None or self._group is None:
             # Of the world that there is now.
             return default_group() or _DEFAULT_GROUP
         return self._group.group
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
-        self._asked = group
+        self._user_group = group
         self._timeout = timeout
         self._group: GroupWait | None = None
         self.rank, self.size = -1, 0
@@ -99,13 +99,13 @@ class TorchCollectives:
         """Begin a MAX all-reduce of 1-d int32, where :func:`travels_on` says; calling the result finishes it."""
         group = self.resolve()
         require_message(x)
-        sent = x if isinstance(x, Tensor) else _as_tensor(x)
-        where = travels_on(self._carriers, sent.device, group.group)
-        if where != sent.device:
-            forbid_capture(where if sent.is_cpu else sent.device, _OF_THE_DEVICE)
+        message = x if isinstance(x, Tensor) else _as_tensor(x)
+        device = travels_on(self._carriers, message.device, group.group)
+        if device != message.device:
+            forbid_capture(device if message.is_cpu else message.device, _OF_THE_DEVICE)
         # It is sent, and then receives the result.
-        buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
-        return Reduction(self._carriers.get(where.type), group, self.reduce(group, buffer), buffer, x)
+        buffer = message.to(device, copy=True, memory_format=torch.contiguous_format)
+        return Reduction(self._carriers.get(device.type), group, self.reduce(group, buffer), buffer, x)
 
     @property
     def within(self) -> Callable[[float], contextlib.AbstractContextManager[None]]:
@@ -133,17 +133,17 @@ class TorchCollectives:
             options.asyncOp = True
         options.timeout = self._librarys_timeout
         work: dist.Work = group.run(group.group.allreduce, [buffer], options)
-        # Captured work belongs to the graph, and during the capture nothing may be asked for.
+        # Captured work belongs to the graph, and during the capture nothing may be queried.
         is_captured = not buffer.is_cpu and is_capturing(buffer.device)
         if not self._is_lookalike and not is_captured:
-            _forget_what_is_done()
+            _drop_finished_work()
             _under_way[id(work)] = (work, buffer, group.group)
         return work
 
     def example(self) -> Tensor:
         """Return a 0-d float32 tensor on a device of the group, for a rank that never has an array."""
         group = self.resolve().group
-        return torch.zeros((), dtype=torch.float32, device=example_device(self._carriers, group, self._asked))
+        return torch.zeros((), dtype=torch.float32, device=example_device(self._carriers, group, self._user_group))
 
     def resolve(self) -> GroupWait:
         """Return the group, looked up at first use and, for the default group, when another world has begun.
@@ -151,9 +151,9 @@ class TorchCollectives:
         Before, rank and size of the default group are not known.
         """
         group = self._group
-        if group is None or (self._asked is None and dist.group.WORLD is not group.group):
+        if group is None or (self._user_group is None and dist.group.WORLD is not group.group):
             group = self._resolve()
-        elif self._asked is not None and not is_alive(group.group):
+        elif self._user_group is not None and not is_alive(group.group):
             msg = (
                 f"the process group was destroyed after the scaler was constructed (rank {self.rank} of {self.size}): "
                 f"construct the scaler after init_process_group(), or call set_group() with a group of this world"
@@ -162,7 +162,7 @@ class TorchCollectives:
         return group
 
     def _resolve(self) -> GroupWait:
-        group = _resolved(self._asked, self._timeout)
+        group = _process_group_of(self._user_group, self._timeout)
         self._carriers = carriers(group)
         self._is_lookalike = self._carriers.get("cpu") == _LOOKALIKE
         self.rank, self.size = group.rank(), group.size()
@@ -242,7 +242,7 @@ class Reduction:
         return True
 
 
-def _forget_what_is_done() -> None:
+def _drop_finished_work() -> None:
     for key, (work, _, _) in list(_under_way.items()):
         # If the device has failed, whoever waits for it will see that.
         with contextlib.suppress(RuntimeError):
@@ -268,7 +268,7 @@ def _like(values: Tensor, x: Array) -> Array:
 
 # Which group.
 
-# Backends that are given CPU tensors only. They are registered for accelerators too, but MPI needs a library built for
+# Backends for CPU tensors only. They are registered for accelerators too, but MPI needs a library built for
 # that, gloo copies to the CPU itself, and the fake one of torch's tests never says that it is done.
 _HOST_BACKENDS = frozenset({"gloo", "mpi", "fake"})
 
@@ -280,8 +280,8 @@ _LONGEST = 365 * 86400.0
 _MEETING_PAUSE = 5e-2
 _CONSTRUCTION = "the construction of a ShardedGradScaler"
 
-# The groups that were made for meshes, by the default group of their world and their ranks.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+# The groups of meshes, by the default group of their world and their ranks.
+_mesh_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -291,7 +291,7 @@ _owners: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 
 
 def _note_owner(parent: int) -> None:
-    """Take note of the default group, which need not have been used before the fork."""
+    """Record the default group, which need not have been used before the fork."""
     group = default_group()
     if group is not None:
         _owners.setdefault(group, parent)
@@ -301,7 +301,7 @@ on_fork(_note_owner)
 
 
 def seconds(timeout: float) -> float:
-    """Return a timeout as a number that torch can take."""
+    """Return a timeout as a number that torch accepts."""
     return min(timeout, _LONGEST)
 
 
@@ -329,7 +329,7 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _resolved(group: object, timeout: float) -> dist.ProcessGroup:
+def _process_group_of(user_group: object, timeout: float) -> dist.ProcessGroup:
     """Return the process group of a user's ``group``: alive, with this process in it and a device of this machine.
 
     None is the default group. A mesh is one group of all its ranks: the default group if it covers the world, its own
@@ -340,15 +340,15 @@ def _resolved(group: object, timeout: float) -> dist.ProcessGroup:
         raise BackendError(msg)
     # An int, an object or None, depending on torch's version and on how new_group was called.
     non_member = dist.GroupMember.NON_GROUP_MEMBER
-    if group is None:
-        found = default_group()
-        if found is None:
+    if user_group is None:
+        group = default_group()
+        if group is None:
             raise CallOrderError(_NOT_INITIALISED)
-    elif isinstance(group, DeviceMesh):
-        found = _of_mesh(group, timeout)
-    elif isinstance(group, dist.ProcessGroup) or is_lookalike(group):
-        found = group
-    elif type(group) is type(non_member) and group == non_member:
+    elif isinstance(user_group, DeviceMesh):
+        group = _of_mesh(user_group, timeout)
+    elif isinstance(user_group, dist.ProcessGroup) or is_lookalike(user_group):
+        group = user_group
+    elif type(user_group) is type(non_member) and user_group == non_member:
         msg = (
             f"group must be a process group that this process belongs to, got GroupMember.NON_GROUP_MEMBER, which "
             f"new_group() returns outside the group (this is rank {dist.get_rank() if default_group() else '?'} of the "
@@ -358,24 +358,24 @@ def _resolved(group: object, timeout: float) -> dist.ProcessGroup:
     else:
         msg = (
             f"group must be a torch.distributed ProcessGroup, a DeviceMesh, None for the default group, or a list of "
-            f"these, got {group!r} of type {type(group).__name__}"
+            f"these, got {user_group!r} of type {type(user_group).__name__}"
         )
         raise InvalidTypeError(msg)
-    _require_alive(found)
-    owner = _owners.setdefault(found, os.getpid())
+    _require_alive(group)
+    owner = _owners.setdefault(group, os.getpid())
     if owner != os.getpid():
         forbid_forked("torch.distributed", f"this one was made by process {owner}")
-    if found.rank() < 0:
-        msg = f"group must be a process group that this process belongs to, got {found!r}, in which it has no rank"
+    if group.rank() < 0:
+        msg = f"group must be a process group that this process belongs to, got {group!r}, in which it has no rank"
         raise InvalidValueError(msg)
-    if not carriers(found):
+    if not carriers(group):
         msg = (
             f"group must carry tensors of a device of this machine, got a group of "
-            f"{dist.get_backend_config(found)!r}, and none of these is available here: pass one that has gloo, such as "
+            f"{dist.get_backend_config(group)!r}, and none of these is available here: pass one that has gloo, such as "
             f"new_group(backend='gloo')"
         )
         raise InvalidValueError(msg)
-    return found
+    return group
 
 
 _NOT_INITIALISED = (
@@ -417,18 +417,18 @@ def _of_mesh(mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup:
         return dimensions[0]
     if len(ranks) == world.size():
         return world
-    made = _made.setdefault(world, {})
-    if ranks not in made:
-        made[ranks] = _make(ranks, mesh, timeout)
-    return made[ranks]
+    groups = _mesh_groups.setdefault(world, {})
+    if ranks not in groups:
+        groups[ranks] = _make_group(ranks, mesh, timeout)
+    return groups[ranks]
 
 
-def _make(ranks: tuple[int, ...], mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup:
+def _make_group(ranks: tuple[int, ...], mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup:
     """Make a group of some ranks of the world; collective over these, and over no others."""
     # torch waits for the members without looking at signals; once all have come, it does not wait.
-    _meet(ranks, timeout)
+    _await_members(ranks, timeout)
     try:
-        made: dist.ProcessGroup = dist.new_group(
+        group: dist.ProcessGroup = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=seconds(timeout)),
             use_local_synchronization=True,
@@ -440,17 +440,17 @@ def _make(ranks: tuple[int, ...], mesh: DeviceMesh, timeout: float) -> dist.Proc
             f"group=mesh.get_all_groups()"
         )
         raise BackendError(msg) from error
-    return made
+    return group
 
 
-def _meet(ranks: tuple[int, ...], timeout: float) -> None:
-    """Wait in the store of the world until all members have come, or the time is over; they may have met before."""
+def _await_members(ranks: tuple[int, ...], timeout: float) -> None:
+    """Wait in the store of the world until all members have come, or the time is over; they may have come before."""
     store = dist.distributed_c10d._get_default_store()
     key = f"gradscale/{','.join(map(str, ranks))}"
     size, own = len(ranks), ranks.index(dist.get_rank())
-    wanted = math.ceil(store.add(key, 1) / size) * size
+    target = math.ceil(store.add(key, 1) / size) * size
     try:
-        wait = functools.partial(poll, lambda: store.add(key, 0) >= wanted, longest_pause=_MEETING_PAUSE)
+        wait = functools.partial(poll, lambda: store.add(key, 0) >= target, longest_pause=_MEETING_PAUSE)
         if not wait_and_tell(wait, timeout, own, size, _CONSTRUCTION):
             raise CollectiveTimeoutError(own, size, timeout, operation=_CONSTRUCTION)
     except RuntimeError as error:
@@ -476,22 +476,22 @@ def _is_available(kind: str) -> bool:
         return False
 
 
-def travels_on(found: dict[str, str], device: torch.device, group: dist.ProcessGroup) -> torch.device:
+def travels_on(backends: dict[str, str], device: torch.device, group: dist.ProcessGroup) -> torch.device:
     """Return the device on which the group reduces a tensor of ``device``; the ranks' must all be of one type.
 
     It is the tensor's own, if the group carries it without the CPU; else the CPU, or else the group's accelerator.
     """
-    if device.type in found and (device.type == "cpu" or found[device.type] not in _HOST_BACKENDS):
+    if device.type in backends and (device.type == "cpu" or backends[device.type] not in _HOST_BACKENDS):
         return device
-    if "cpu" in found:
+    if "cpu" in backends:
         return torch.device("cpu")
-    kind = next(iter(found))
+    kind = next(iter(backends))
     return group.bound_device_id or torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def example_device(found: dict[str, str], group: dist.ProcessGroup, asked: object) -> torch.device:
+def example_device(backends: dict[str, str], group: dist.ProcessGroup, user_group: object) -> torch.device:
     """Return the device for a rank that has no arrays: that of the mesh, or the group's accelerator, or the CPU."""
-    kinds = [kind for kind, backend in found.items() if kind != "cpu" and backend not in _HOST_BACKENDS]
-    if isinstance(asked, DeviceMesh) and asked.device_type in found:
-        kinds = [asked.device_type] if asked.device_type in kinds else []
-    return travels_on(found, torch.device(kinds[0] if kinds else "cpu"), group)
+    kinds = [kind for kind, backend in backends.items() if kind != "cpu" and backend not in _HOST_BACKENDS]
+    if isinstance(user_group, DeviceMesh) and user_group.device_type in backends:
+        kinds = [user_group.device_type] if user_group.device_type in kinds else []
+    return travels_on(backends, torch.device(kinds[0] if kinds else "cpu"), group)

@@ -1,4 +1,4 @@
-"""For frameworks that look at a scaler: torch's states and pickles, ``_per_optimizer_states``, methods to compile."""
+"""For frameworks that inspect a scaler: torch's states and pickles, ``_per_optimizer_states``, methods to compile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradscale.scaler.iteration import Iteration, Progress, Stage
 from gradscale.scaler.scaler import iteration_of
 from gradscale.scaler.verdict import PendingVerdict
 from gradscale_torch.backend import is_torchs
-from gradscale_torch.devices import Flags, combined, moved
+from gradscale_torch.devices import Flags, combine_flags, to_device
 from gradscale_torch.stepping import flag_of
 
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
@@ -36,7 +36,7 @@ _Returned = TypeVar("_Returned")
 
 
 def untraced(method: Callable[_Arguments, _Returned], *, recursive: bool = True) -> Callable[_Arguments, _Returned]:
-    """Return a method that torch.compile does not look into, but for the functions that it calls if not ``recursive``.
+    """Return a method that torch.compile does not trace, but for the functions that it calls if not ``recursive``.
 
     ``torch.compiler.disable`` would do the same, but imports the compiler at once, which takes seconds.
     """
@@ -80,14 +80,14 @@ def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | 
     }
 
 
-def state_dict_of_pickle(kept: dict[str, object]) -> dict[str, object]:
+def state_dict_of_pickle(attributes: dict[str, object]) -> dict[str, object]:
     """Return the state dict of one of torch's scalers from the attributes that it pickles."""
-    factors = {name: kept[f"_{name}"] for name in _FACTORS}
-    return {"scale": kept["_init_scale"], **factors, "_growth_tracker": kept["_init_growth_tracker"]}
+    factors = {name: attributes[f"_{name}"] for name in _FACTORS}
+    return {"scale": attributes["_init_scale"], **factors, "_growth_tracker": attributes["_init_growth_tracker"]}
 
 
 class FrameworkFlags:
-    """A verdict by device, which frameworks look at and may write to: what they write takes the verdict's place."""
+    """A verdict by device, which frameworks read and may write to: what they write replaces the verdict."""
 
     def __init__(self, flags: Flags, target: torch.device) -> None:
         self.flags, self._target = flags, target
@@ -96,13 +96,13 @@ class FrameworkFlags:
         """Return whether to skip the step, 0-d float32, exactly 0 or 1; None without any flag."""
         # Some have one element in one dimension.
         flags = {device: flag.reshape(()) for device, flag in self.flags.items()}
-        return (combined(flags, self._target) != 0).to(torch.float32) if flags else None
+        return (combine_flags(flags, self._target) != 0).to(torch.float32) if flags else None
 
 
-def found_by_device(iteration: Iteration, progress: Progress) -> Mapping[torch.device, torch.Tensor]:
+def flags_by_device(iteration: Iteration, progress: Progress) -> Mapping[torch.device, torch.Tensor]:
     """Return the agreed verdict for each device of an optimizer's gradients, or for the scale's without any."""
-    shown = framework_flags_of(iteration, progress)
-    return _NO_FLAGS if shown is None else shown.flags
+    verdict = framework_flags_of(iteration, progress)
+    return _NO_FLAGS if verdict is None else verdict.flags
 
 
 def framework_flags_of(iteration: Iteration, progress: Progress) -> FrameworkFlags | None:
@@ -112,9 +112,9 @@ def framework_flags_of(iteration: Iteration, progress: Progress) -> FrameworkFla
         if current.state is None:
             return None
         (scale,) = current.state_adapter.peek(current.state[:1]) or (None,)
-        found = Findings(0, has_gradients=False, flags={}, scale=scale)
+        findings = Findings(0, has_gradients=False, flags={}, scale=scale)
         pending = progress.pending = PendingVerdict(
-            current, iteration.agreement, found, current.state, (), None, iteration.number
+            current, iteration.agreement, findings, current.state, (), None, iteration.number
         )
         pending.is_placeholder = True
     if not isinstance(pending.override, FrameworkFlags):
@@ -127,7 +127,7 @@ def framework_flags_of(iteration: Iteration, progress: Progress) -> FrameworkFla
             iteration.verdict(progress)
         if pending.groups or pending.is_judged_by_host or not isinstance(progress.code, int) or progress.code:
             flag = flag_of(pending, target)
-            flags = {device: moved(flag, device).clone() for device in flags or [target]}
+            flags = {device: to_device(flag, device).clone() for device in flags or [target]}
         pending.override = FrameworkFlags(flags, target)
     assert isinstance(pending.override, FrameworkFlags)
     return pending.override
@@ -140,23 +140,23 @@ class OptimizerState(MutableMapping[str, object]):
     """
 
     def __init__(self, iteration: Iteration, progress: Progress) -> None:
-        self._iteration, self._turn = iteration, progress
+        self._iteration, self._progress = iteration, progress
 
     def __getitem__(self, name: str) -> object:
         if name == "stage":
-            return OptState(self._turn.stage.value)
+            return OptState(self._progress.stage.value)
         if name != "found_inf_per_device":
             raise KeyError(name)
-        return found_by_device(self._iteration, self._turn)
+        return flags_by_device(self._iteration, self._progress)
 
     def __setitem__(self, name: str, value: object) -> None:
         if name == "stage" and isinstance(value, OptState):
-            self._turn.stage, self._turn.verdict = Stage(value.value), None
+            self._progress.stage, self._progress.verdict = Stage(value.value), None
         elif name == "found_inf_per_device" and _are_flags(value):
             for flag in value.values():
                 # Beside one of them, if there is no state yet.
                 self._iteration.current.materialize(flag)
-            override = framework_flags_of(self._iteration, self._turn)
+            override = framework_flags_of(self._iteration, self._progress)
             if override is not None:
                 override.flags = value
         else:
@@ -173,7 +173,7 @@ class OptimizerState(MutableMapping[str, object]):
         return 2
 
     def __reduce__(self) -> tuple[object, ...]:
-        return dict, (dict(self, found_inf_per_device=dict(found_by_device(self._iteration, self._turn))),)
+        return dict, (dict(self, found_inf_per_device=dict(flags_by_device(self._iteration, self._progress))),)
 
     copy = copies.copy
 
@@ -192,23 +192,23 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
         return OptimizerState(iteration, iteration.progress_at(key))
 
     def __setitem__(self, key: int, state: Mapping[str, object]) -> None:
-        written = dict(state)
+        fields = dict(state)
         self.pop(key, None)
-        self[key].update(written)
+        self[key].update(fields)
 
     def __delitem__(self, key: int) -> None:
         iteration_of(self.scaler).forget(key)
 
     def get(self, key: int, default: Any = None) -> Any:
-        """Return a state that is there, as torch's defaultdict."""
+        """Return a state without adding one, as torch's defaultdict."""
         return super().get(key) if key in self else default
 
     def pop(self, key: int, *default: Any) -> Any:
-        """Take out a state that is there, as torch's defaultdict."""
+        """Remove and return a state without adding one, as torch's defaultdict."""
         return super().pop(key) if key in self else dict[int, Any]().pop(key, *default)
 
     def setdefault(self, key: int, default: Any = None) -> Any:
-        """Return a state, made of the default if it is not there and this is a mapping."""
+        """Return a state; if there is none, first set it to the default, if this is a mapping."""
         if key not in self and isinstance(default, Mapping):
             self[key] = default
         return self[key]

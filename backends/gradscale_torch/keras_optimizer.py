@@ -127,9 +127,9 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
 
     def load_own_variables(self, store: MutableMapping[str, torch.Tensor]) -> None:
         """Read what :meth:`save_own_variables` has written; the scaler stays as it is if the store has no state."""
-        kept = {key: store[key] for key in store.keys()}  # noqa: SIM118 - a store of Keras's is no mapping
-        state = kept.pop(_SCALER, None)
-        super().load_own_variables(kept)
+        entries = {key: store[key] for key in store.keys()}  # noqa: SIM118 - a store of Keras's is no mapping
+        state = entries.pop(_SCALER, None)
+        super().load_own_variables(entries)
         if state is not None:
             self.scaler.load_state_dict(json.loads(bytes(state.tolist())))
 

@@ -71,23 +71,23 @@ class MixedPrecision(TrainersMixedPrecision):
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Clip gradients by their unscaled values; those that are scaled, as in manual optimization, stay scaled."""
-        stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        has_gradients = any(parameter.grad is not None for parameter in self.main_params(stepped))
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        has_gradients = any(parameter.grad is not None for parameter in self.main_params(inner))
         scaler = self.scaler if clip_val > 0 and has_gradients else None
         if (
             scaler is None
             or not scaler.is_enabled()
-            or iteration_of(scaler).progress_of(stepped).stage is not Stage.READY
+            or iteration_of(scaler).progress_of(inner).stage is not Stage.READY
         ):
             super().clip_gradients(optimizer, clip_val, *args, **kwargs)
             return
         iteration = iteration_of(scaler)
-        progress = iteration.progress_of(stepped)
-        scaler.unscale_(stepped)
+        progress = iteration.progress_of(inner)
+        scaler.unscale_(inner)
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
         verdict = iteration.verdict(progress)
         # More may be added to them, and update() forgets what is unscaled. An overflow may be clipped to a number.
-        for parameter in {*self.main_params(stepped)}:
+        for parameter in {*self.main_params(inner)}:
             if parameter.grad is not None:
                 parameter.grad.mul_(math.nan if verdict.nonfinite else verdict.scale)
         progress.stage, progress.pending, progress.verdict = Stage.READY, None, None
@@ -95,7 +95,7 @@ class MixedPrecision(TrainersMixedPrecision):
     def connect(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], list[object]]:
-        """Have the schedules hold that count steps; Lightning calls it when it has made them."""
+        """Gate the schedules that count steps; Lightning calls it when it has constructed them."""
         for config in lr_schedulers:
             if self.scaler is not None and _counts_steps(config):
                 own = getattr(config.scheduler, "optimizer", None)
@@ -145,10 +145,10 @@ class FabricMixedPrecision(FabricsMixedPrecision):
         if self.scaler is None:
             schedule.step(*args, **kwargs)
         else:
-            stepped: Any = optimizer
+            inner: Any = optimizer
             if is_wrapped(optimizer):
-                stepped = stepped.optimizer
-            self.scaler.step_schedule(stepped, schedule, *args, **kwargs)
+                inner = inner.optimizer
+            self.scaler.step_schedule(inner, schedule, *args, **kwargs)
 
 
 class GatedSchedule:
@@ -162,9 +162,9 @@ class GatedSchedule:
         object.__setattr__(self, "_last", self._report())
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """Step the schedule if its optimizer has made a step since this was made or last called."""
+        """Step the schedule if its optimizer has stepped since the last call or the construction."""
         report = self._report()
-        # Told apart by identity: a disabled scaler counts no iterations, and one that loads a state counts some again.
+        # Compared by identity: a disabled scaler counts no iterations, and one that loads a state counts some again.
         if report is not None and report is not self._last:
             object.__setattr__(self, "_last", report)
             self._scaler.step_schedule(self._optimizer, self._schedule, *args, **kwargs)
@@ -187,7 +187,7 @@ class GatedSchedule:
 
     def __getattr__(self, name: str) -> Any:
         if name in GatedSchedule.__slots__:
-            # It is not made yet.
+            # Before __init__ has set it.
             raise AttributeError(name)
         return getattr(self._schedule, name)
 
@@ -206,5 +206,5 @@ def _scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradS
 
 
 def _counts_steps(config: Any) -> bool:
-    """Tell whether Lightning steps a schedule after each batch, and it does not hold already."""
+    """Tell whether Lightning steps a schedule after each batch, and it is not gated already."""
     return config.interval == "step" and type(config.scheduler) is not GatedSchedule

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-# Looked up once: a framework may put the class of this file in the place of torch's name.
+# Looked up once: a framework may rebind torch's name to the class of this file.
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 from gradscale.core.protocols import Collectives
@@ -78,9 +78,9 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
             raise InvalidValueError(msg)
         self.process_group = process_group
         factors = init_scale, growth_factor, backoff_factor, growth_interval
-        joined = process_group if group is None else group
+        groups = process_group if group is None else group
         super().__init__(
-            device, *factors, enabled, group=joined, allow_fp16_grads=allow_fp16_grads, timeout=timeout, **options
+            device, *factors, enabled, group=groups, allow_fp16_grads=allow_fp16_grads, timeout=timeout, **options
         )
 
     def _default_groups(self) -> Sequence[Collectives]:

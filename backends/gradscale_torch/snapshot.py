@@ -11,7 +11,7 @@ import torch
 
 from gradscale.core.snapshot import HOLDABLE
 from gradscale.errors import InvalidTypeError, short_repr
-from gradscale_torch.devices import moved
+from gradscale_torch.devices import to_device
 from gradscale_torch.gradients import local_tensor
 
 Tensor = torch.Tensor
@@ -28,7 +28,7 @@ class _Group(NamedTuple):
 
 
 class TensorSnapshot:
-    """Copies as of the last step that was made; they follow what is moved, converted or loaded from a state dict."""
+    """Copies as of the last step that was not skipped; they follow conversions, moves and loads of a state dict."""
 
     takes_flags = True
 
@@ -59,18 +59,18 @@ class TensorSnapshot:
             _snapshots.setdefault(module, weakref.WeakSet()).add(self)
 
     def _current(self) -> dict[_Slot, Tensor]:
-        """Return the tensors of now, of which a framework may have replaced some. Other buffers are constants."""
-        found: dict[_Slot, Tensor] = {(id(each), ""): each for each in self._tensors}
+        """Return the present tensors, of which a framework may have replaced some. Other buffers are constants."""
+        tensors: dict[_Slot, Tensor] = {(id(each), ""): each for each in self._tensors}
         for module in self._modules:
             constant = module._non_persistent_buffers_set
-            found |= {
+            tensors |= {
                 (module, name): x for name, x in module._buffers.items() if x is not None and name not in constant
             }
-        return found
+        return tensors
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Give the copies the device and dtype of the tensors of now; that of a new tensor is its value."""
+        """Give the copies the device and dtype of the present tensors; the copy of a new tensor is its value."""
         current, old = self._current(), self._pairs
         if current.keys() == old.keys() and all(
             one is old[slot][0] and (one.dtype, one.device) == (old[slot][1].dtype, old[slot][1].device)
@@ -107,17 +107,17 @@ class TensorSnapshot:
     def restore(self, skips: Sequence[Tensor] = ()) -> None:
         """Write the copies back. With ``skips``, 0-d on a device, only if one is not 0, else copy the tensors anew."""
         if not skips:
-            self._put_back_replaced()
+            self._restore_buffers()
         self._follow()
         for group in self._groups:
             if skips:
-                is_skipped = functools.reduce(torch.logical_or, [moved(one, group.flat.device) != 0 for one in skips])
+                is_skipped = functools.reduce(torch.logical_or, [to_device(x, group.flat.device) != 0 for x in skips])
                 now = torch.cat([each.reshape(-1) for each in group.tensors])
                 torch.where(is_skipped, group.flat, now, out=group.flat)
             torch._foreach_copy_(group.tensors, group.copies)
 
-    def _put_back_replaced(self) -> None:
-        """Put the tensors of the last step back into the buffers that the forward pass has given others, or none."""
+    def _restore_buffers(self) -> None:
+        """Restore the buffers that the forward pass has replaced or removed to the tensors of the last step."""
         current = self._current()
         for slot in current.keys() | self._pairs.keys():
             owner, name = slot

@@ -1,4 +1,4 @@
-"""How fused optimizers are stepped, which unscale and skip by themselves: told by attributes, or asking the scaler."""
+"""Steps of fused optimizers, which unscale and skip by themselves: by attributes, or by asking the scaler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradscale.scaler.iteration import Stage
 from gradscale.scaler.stepper import Step, within_the_step
 from gradscale.scaler.verdict import PendingVerdict
 from gradscale_torch import devices
-from gradscale_torch.devices import CPU, NO_READS, forbid_capture, is_capturing, moved
+from gradscale_torch.devices import CPU, NO_READS, forbid_capture, is_capturing, to_device
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
@@ -79,33 +79,33 @@ def _fused_step(step: Step) -> Iterator[None]:
         iteration.verdict(progress)
     pending = progress.pending
     assert pending is not None
-    found, state = pending.found, pending.state
+    findings, state = pending.found, pending.state
     target = state.scale.device
     fresh = _without_momentum(optimizer)
-    is_known = devices.is_on_cpu(state.scale)
-    if pending.override is None and not is_known:
+    is_on_cpu = devices.is_on_cpu(state.scale)
+    if pending.override is None and not is_on_cpu:
         # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced, and
         # momentum that is not to be damped if this step is skipped.
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
         may_be_late = not iteration.reports.wants_each_step and (not is_damped or is_capturing(target))
         pending.is_late = may_be_late and iteration.current.at_min_scale(state) is None
-    is_empty = not pending.groups and not found.has_gradients and not progress.refused
+    is_empty = not pending.groups and not findings.has_gradients and not progress.refused
     if not pending.is_late or is_empty:
-        if not is_known:
+        if not is_on_cpu:
             forbid_capture(target, NO_READS)
         step.verdict = iteration.verdict_for_step(progress, optimizer)
     flag, scale = flag_of(pending, target), getattr(optimizer, "grad_scale", None)
     target = _device_of_flags(optimizer, target)
-    if found.is_scaled:
+    if findings.is_scaled:
         # A copy, which the optimizer may change.
-        divisor = state.scale.clone() if found.divisor is None else found.divisor
-        scale = moved(divisor if scale is None else divisor * scale, target)
-    with _fused_attributes(optimizer, scale, moved(flag, target).clone()):
+        divisor = state.scale.clone() if findings.divisor is None else findings.divisor
+        scale = to_device(divisor if scale is None else divisor * scale, target)
+    with _fused_attributes(optimizer, scale, to_device(flag, target).clone()):
         try:
             yield
         except BaseException:
             # The kernel may have overwritten some gradients by unscaled ones.
-            progress.pending = None if found.is_scaled else pending
+            progress.pending = None if findings.is_scaled else pending
             raise
     for parameter in fresh:
         # torch's fused SGD leaves momentum uninitialized if its first step is skipped, and takes it for filled later.
@@ -114,7 +114,7 @@ def _fused_step(step: Step) -> Iterator[None]:
             if step.verdict.reason:
                 getattr(optimizer, "state", {}).get(parameter, {}).pop("momentum_buffer", None)
         elif momentum is not None:
-            momentum.copy_(torch.where(moved(flag, momentum.device) != 0, torch.zeros_like(momentum), momentum))
+            momentum.copy_(torch.where(to_device(flag, momentum.device) != 0, torch.zeros_like(momentum), momentum))
     if pending.is_late:
         pending.start_reading()
     _note_left_scaled(step)
