@@ -42,7 +42,7 @@ class CupyBackend(Backend):
     @explained("a number was copied to another device")
     def move(self, x: Array, like: Array, /) -> Array:
         """Return a 0-d array on the device of ``like``; the streams wait for each other, and not the host."""
-        return _moved(x, like.device)
+        return _to_device(x, like.device)
 
     def forbid_tracing(self, what: str, /) -> None:
         """Raise CallOrderError while the current stream is capturing a CUDA graph."""
@@ -60,12 +60,12 @@ class CupyBackend(Backend):
     @explained("outputs were scaled")
     def scale(self, outputs: Sequence[Array], state: ScaleState, /) -> list[Array]:
         """Multiply floating arrays by the scale, each on its device. No host read."""
-        made: list[Array] = []
+        scaled: list[Array] = []
         for x in outputs:
             # CuPy computes on the current device, which need not reach the memory of another one.
             with x.device:
-                made += super().scale([x], state)
-        return made
+                scaled += super().scale([x], state)
+        return scaled
 
     @explained("gradients were unscaled")
     def unscale(
@@ -104,7 +104,7 @@ class CupyBackend(Backend):
     def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
         """Multiply arrays by a 0-d float32 of at most 1 in one launch for each device and dtype; 1 writes nothing."""
         for device, prepared in _by_device(arrays, arrays, factor.device):
-            there = _moved(factor, device)
+            there = _to_device(factor, device)
             with device:
                 _clip_prepared(prepared, there)
         return arrays
@@ -113,22 +113,22 @@ class CupyBackend(Backend):
 def _unscale(
     grads: Sequence[Array], state: ScaleState, dtype: DTypeLike | None, out: Sequence[Array] | None, *, squares: bool
 ) -> tuple[Sequence[Array], list[Array]]:
-    """Return the arrays, and on the state's device the verdict and, if asked, the sum of squares."""
+    """Return the arrays, and on the state's device the verdict and, with ``squares``, their sum."""
     if out is None:
         check_real_dtype(state.scale, dtype)
     targets = [_empty_for(grad, dtype) for grad in grads] if out is None else out
     target = state.scale.device
-    found = []
+    results = []
     for device, prepared in _by_device(grads, targets, target):
-        there = state._replace(scale=_moved(state.scale, device))
+        there = state._replace(scale=_to_device(state.scale, device))
         with device:
-            found.append(_unscale_prepared(prepared, there, squares=squares))
-    here = [[_moved(part, target) for part in parts] for parts in zip(*found, strict=True)]
+            results.append(_unscale_prepared(prepared, there, squares=squares))
+    here = [[_to_device(part, target) for part in parts] for parts in zip(*results, strict=True)]
     with target:
         return targets, [functools.reduce(operator.add, parts) for parts in here]
 
 
-def _moved(x: Array, device: cupy.cuda.Device) -> Array:
+def _to_device(x: Array, device: cupy.cuda.Device) -> Array:
     if x.device == device:
         return x
     with x.device:
@@ -137,12 +137,12 @@ def _moved(x: Array, device: cupy.cuda.Device) -> Array:
     with device:
         stream = cupy.cuda.get_current_stream()
         stream.wait_event(written)
-        made = cupy.array(x, copy=True)
+        copy = cupy.array(x, copy=True)
         copied = stream.record()
     with x.device:
         # The memory of ``x`` goes back to its stream's pool, and must have been read by then.
         source_stream.wait_event(copied)
-    return made
+    return copy
 
 
 def _by_device(
@@ -156,13 +156,13 @@ def _by_device(
     devices = list(map(cupy.cuda.Device, places))
     # The streams of the other devices join a capture.
     is_captured = any(map(_is_capturing, devices))
-    found = []
+    work = []
     for device, chosen in zip(devices, places.values(), strict=True):
         read = [sources[index] for index in chosen]
         written = read if targets is sources else [targets[index] for index in chosen]
         with device:
-            found.append((device, prepare(read, written, is_captured=is_captured)))
-    return found
+            work.append((device, prepare(read, written, is_captured=is_captured)))
+    return work
 
 
 def _is_capturing(device: cupy.cuda.Device) -> bool:
@@ -189,7 +189,7 @@ class Prepared(NamedTuple):
 def _kernel(name: str) -> cupy.RawKernel:
     """Return a kernel, compiled alone for each device when it is first called there, and cached on disk by CuPy."""
     code = resources.files("gradscale_cupy").joinpath("unscale.cu").read_text(encoding="utf-8")
-    # The one that adds up squares is of no types, and does not look at them.
+    # The kernel that adds up squares has no types, and ignores these macros.
     kind, *types = name.split("_")
     macros = {"ONLY": f"GRADSCALE_{kind}", "SOURCE": types[0], "TARGET": types[-1]}
     return cupy.RawKernel(code, name, ("-std=c++17", *(f"-DGRADSCALE_{key}={value}" for key, value in macros.items())))
@@ -217,25 +217,25 @@ def prepare(sources: Sequence[Array], targets: Sequence[Array], *, is_captured: 
 
 
 def _unscale_prepared(prepared: Prepared, state: ScaleState, *, squares: bool) -> list[Array]:
-    """Divide arrays; return a 0-d int32, above 0 if a result is not finite, and, if asked, the squares' 0-d float64."""
+    """Divide arrays; return a 0-d int32, above 0 if a result is not finite, and with ``squares`` their 0-d float64."""
     tables, sources, targets = prepared
-    found = [cupy.zeros((), dtype=cupy.int32)]
+    results = [cupy.zeros((), dtype=cupy.int32)]
     if squares:
         counts = [len(table.chunks) for table in tables]
         sums = cupy.empty(sum(counts), dtype=cupy.float64)
         for table, part in zip(tables, cupy.split(sums, np.cumsum(counts, dtype=int).tolist()), strict=False):
-            _launch(f"square_{table.pair}", table, state.scale, found[0], part)
-        found.append(cupy.empty((), dtype=cupy.float64))
-        _kernel("add_squares")((1,), (_THREADS,), (sums, np.int64(sums.size), found[1]))
+            _launch(f"square_{table.pair}", table, state.scale, results[0], part)
+        results.append(cupy.empty((), dtype=cupy.float64))
+        _kernel("add_squares")((1,), (_THREADS,), (sums, np.int64(sums.size), results[1]))
     else:
         for table in tables:
-            _launch(f"unscale_{table.pair}", table, state.scale, found[0])
+            _launch(f"unscale_{table.pair}", table, state.scale, results[0])
     if targets:
-        made, bad = unscale_arrays(sources, state, out=targets)
-        _assign(targets, made)
+        values, bad = unscale_arrays(sources, state, out=targets)
+        _assign(targets, values)
         more = [bad, sum_of_squares(targets, state.scale)] if squares else [bad]
-        return [one + other for one, other in zip(found, more, strict=True)]
-    return found
+        return [one + other for one, other in zip(results, more, strict=True)]
+    return results
 
 
 def _clip_prepared(prepared: Prepared, factor: Array) -> None:
@@ -246,8 +246,8 @@ def _clip_prepared(prepared: Prepared, factor: Array) -> None:
 
 
 def _assign(targets: Sequence[Array], values: Sequence[Array]) -> None:
-    for target, made in zip(targets, values, strict=True):
-        target[...] = made
+    for target, value in zip(targets, values, strict=True):
+        target[...] = value
 
 
 def _launch(kernel: str, table: Launch, *arguments: Array) -> None:

@@ -13,7 +13,7 @@ from cupy.cuda import runtime
 
 from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError
 
-# Of CUDA's runtime; if the driver has the same condition, it has the same number.
+# Status codes of CUDA's runtime; the driver has the same number for the same condition.
 _NO_DEVICE = 100
 _OLD_DRIVER = (35, 36, 222)  # for the runtime; for a call; for a compiled kernel
 _INSTALL_DRIVER = "install NVIDIA's driver, or start the container with --gpus all"

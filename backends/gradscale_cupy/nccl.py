@@ -128,9 +128,9 @@ backend = NCCLGroupBackend()
 
 def _communicator(group: object) -> cupy.cuda.nccl.NcclCommunicator:
     """Return the communicator itself; CuPy keeps that of an NCCLBackend in a private attribute."""
-    for found in (group, getattr(group, "_comm", None)):
-        if isinstance(found, nccl.NcclCommunicator):
-            return found
+    for candidate in (group, getattr(group, "_comm", None)):
+        if isinstance(candidate, nccl.NcclCommunicator):
+            return candidate
     msg = (
         f"group must be a cupy.cuda.nccl.NcclCommunicator or a cupyx.distributed.NCCLBackend that holds one, got "
         f"{group!r} of type {type(group).__name__}"

@@ -40,7 +40,7 @@ class Launch(NamedTuple):
     """One call of a kernel: the dtypes in its name, a row for each array, and for each block a row and its chunk."""
 
     pair: str
-    # NumPy's in a plan, and those of a device in a launch.
+    # NumPy's arrays in a plan, a device's in a launch.
     table: Array
     chunks: Array
 
@@ -55,7 +55,7 @@ def plan(sources: Sequence[Place], targets: Sequence[Place], chunk: int = CHUNK)
             others.append(index)
         elif size:
             rows[pair].append((source, target, size))
-    return [_launch(pair, np.array(found, ROW), chunk) for pair, found in rows.items()], others
+    return [_launch(pair, np.array(table, ROW), chunk) for pair, table in rows.items()], others
 
 
 # Thousands of arrays are of few kinds.
@@ -96,9 +96,9 @@ def require_disjoint(sources: Sequence[Place], targets: Sequence[Place]) -> None
     if (spans[order[:-1], 1] <= spans[order[1:], 0]).all():
         return
     numbered = zip(spans.tolist(), places, strict=True)
-    found = [((start, stop), number) for (start, stop), (number, _) in numbered if start < stop]
+    memory_spans = [((start, stop), number) for (start, stop), (number, _) in numbered if start < stop]
     try:
-        aliasing.require_disjoint(found, lambda *_: True, len(targets))
+        aliasing.require_disjoint(memory_spans, lambda *_: True, len(targets))
     except SharedMemoryError as error:
         error.add_note("A CuPy array counts as all memory from its first element to its last, with its gaps.")
         raise

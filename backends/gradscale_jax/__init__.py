@@ -42,7 +42,7 @@ backend = JaxBackend()
 
 
 def __getattr__(name: str) -> object:
-    """Import the names that need optax when they are asked for."""
+    """Import the names that need optax at their first use."""
     if name not in __all__:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)

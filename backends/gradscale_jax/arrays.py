@@ -87,7 +87,7 @@ class JaxBackend(Backend):
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
         """Summarize as ``gradscale.core.summaries.summarize_arrays`` does, from the bits: XLA's subnormals are 0."""
         target = self.placement(arrays[0])
-        return jnp.concatenate([_moved(_summarize_one(x), target) for x in arrays])
+        return jnp.concatenate([_place(_summarize_one(x), target) for x in arrays])
 
     def unscale(
         self, grads: _Arrays, state: ScaleState, /, *, dtype: DTypeLike | None = None, out: _Arrays | None = None
@@ -95,26 +95,26 @@ class JaxBackend(Backend):
         """Divide arrays by the scale and count those with a non-finite value.
 
         The arrays are new, ``out`` only says their dtypes. Within jit, XLA may write over gradients that were donated.
-        Of a scale that is known to be 1 arrays that have their dtype come back as they are.
+        At a constant scale of 1, arrays of the wanted dtype are returned as they are.
         """
         is_one = isinstance(state, UnitState)
         check_real_dtype(state.scale, dtype)
         stored = grads if out is None else out
         dtypes = [x.dtype if dtype is None or kind_of(x) is Kind.COMPLEX else jnp.dtype(dtype) for x in stored]
         if any(isinstance(x, jax.core.Tracer) for x in (*grads, state.scale)):
-            made, nonfinite = _unscale_leaves(grads, state.scale, dtypes, is_one)
-            return [x if y is None else y for x, y in zip(grads, made, strict=True)], nonfinite
+            results, nonfinite = _unscale_leaves(grads, state.scale, dtypes, is_one)
+            return [x if y is None else y for x, y in zip(grads, results, strict=True)], nonfinite
         unscaled: dict[int, jax.Array] = {}
         counts = []
         for where, chosen in self._by_placement(grads).items():
             wanted = tuple(dtypes[index] for index in chosen)
-            made, count = _unscale([*chosen.values()], _moved(state.scale, where), wanted, is_one)
-            unscaled |= {i: x if y is None else y for (i, x), y in zip(chosen.items(), made, strict=True)}
+            results, count = _unscale([*chosen.values()], _place(state.scale, where), wanted, is_one)
+            unscaled |= {i: x if y is None else y for (i, x), y in zip(chosen.items(), results, strict=True)}
             counts.append(count)
         return [unscaled[index] for index in range(len(grads))], self._total(counts, state.scale, jnp.int32)
 
     def sum_of_squares(self, arrays: _Arrays, like: jax.Array, /) -> jax.Array:
-        """Return the sum of the squares of all elements; over a mesh it is taken in another order."""
+        """Return the sum of the squares of all elements; over a mesh in another order."""
         groups = [[*chosen.values()] for chosen in self._by_placement(arrays).values()]
         return self._total([sum_of_squares(group, group[0]) for group in groups], like, float)
 
@@ -122,7 +122,7 @@ class JaxBackend(Backend):
         """Return new arrays, multiplied by a 0-d float32 and rounded once to their dtypes."""
         multiplied: dict[int, jax.Array] = {}
         for where, chosen in self._by_placement(arrays).items():
-            multiplied |= zip(chosen, _multiply([*chosen.values()], _moved(factor, where)), strict=True)
+            multiplied |= zip(chosen, _multiply([*chosen.values()], _place(factor, where)), strict=True)
         return [multiplied[index] for index in range(len(arrays))]
 
     def _by_placement(self, arrays: _Arrays) -> dict[Sharding | None, dict[int, jax.Array]]:
@@ -135,10 +135,10 @@ class JaxBackend(Backend):
     def _total(self, values: _Arrays, like: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Add up 0-d arrays beside another, or beside the first of them if that is on no chosen device."""
         target = next(filter(None, map(self.placement, (like, *values))), None)
-        return sum((_moved(value, target) for value in values), jnp.zeros((), dtype=dtype, device=target))
+        return sum((_place(value, target) for value in values), jnp.zeros((), dtype=dtype, device=target))
 
 
-def _moved(x: jax.Array, where: Sharding | None) -> jax.Array:
+def _place(x: jax.Array, where: Sharding | None) -> jax.Array:
     return x if where is None else jax.device_put(x, where)
 
 
@@ -178,7 +178,7 @@ _unscale = jax.jit(_unscale_leaves, static_argnums=(2, 3))
 _multiply = jax.jit(arithmetic.multiply_arrays)
 # Apart from unscaling, since XLA would square halves as they are before they are rounded.
 sum_of_squares = jax.jit(arithmetic.sum_of_squares)
-# Some dozens of calls are one, and no array is made of the size of the gradient.
+# One call instead of dozens, and no array of the size of the gradient.
 _summarize_one = jax.jit(lambda x: summaries.summarize_arrays([x], JaxBackend().bits))
 
 

@@ -124,10 +124,10 @@ class Verdict(NamedTuple):
         if any(isinstance(field, jax.core.Tracer) for field in self):
             msg = "check() reads from the device: call it outside of jit, on the verdict that the step returns"
             raise CallOrderError(msg)
-        found: Verdict = jax.device_get(self)
-        if np.any(found.desynced):
+        verdict: Verdict = jax.device_get(self)
+        if np.any(verdict.desynced):
             # Of a scan, of vmap or of pmap there are several.
-            lowest, highest = found.lowest[found.desynced], found.highest[found.desynced]
+            lowest, highest = verdict.lowest[verdict.desynced], verdict.highest[verdict.desynced]
             differing = claims.spread(lowest.min(axis=0).tolist(), highest.max(axis=0).tolist())
             what = "; ".join(differing) or f"settings: compare the policy (here {policy!r})"
             msg = (
@@ -135,14 +135,14 @@ class Verdict(NamedTuple):
                 f"and build the step with one policy everywhere"
             )
             raise ScaleDesyncError(msg)
-        if np.any(found.at_min_scale):
+        if np.any(verdict.at_min_scale):
             msg = (
                 f"gradients are not finite although the scale has fallen to the minimum of {policy!r}: look for NaN in "
                 f"the unscaled loss or the data, or lower min_scale"
             )
             raise ScaleUnderflowError(msg)
-        if found.tally is not None:
-            _tell_of_stall(found.tally, params)
+        if verdict.tally is not None:
+            _report_stall(verdict.tally, params)
 
 
 def _in_words(verdict: Verdict) -> str:
@@ -154,7 +154,7 @@ def _in_words(verdict: Verdict) -> str:
     return f"{what}, scale {validation.float32_from_bits(highest[0]):.9g}"
 
 
-def counted(verdict: Verdict, before: jax.Array, limits: list[int]) -> Verdict:
+def with_tally(verdict: Verdict, before: jax.Array, limits: list[int]) -> Verdict:
     """Return a verdict with the tally of the step before it and this step.
 
     Its elements are how many steps in a row were skipped, for an overflow, for a spike; how many in all were made, and
@@ -171,7 +171,7 @@ def counted(verdict: Verdict, before: jax.Array, limits: list[int]) -> Verdict:
     return verdict._replace(tally=jnp.concatenate([counts, scales, np.asarray(limits, np.int32)]))
 
 
-def _tell_of_stall(tally: jax.Array, params: object) -> None:
+def _report_stall(tally: jax.Array, params: object) -> None:
     """Warn of the longest of the rows in one or several tallies, or raise, if a limit says so."""
     length, overflow, spike, _, _, _, *scales, warn_after, give_up_after = max(tally.reshape(-1, 11).tolist())
     reasons = {name: count for name, count in (("overflow", overflow), ("spike", spike)) if count}
@@ -187,9 +187,9 @@ def _tell_of_stall(tally: jax.Array, params: object) -> None:
 def _broken_weights(params: object, minimum: float | None) -> str:
     """Say that parameters hold inf or NaN, if they do; one host read. ``minimum``: None if nothing was scaled."""
     leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    held = {name: x for name, x in leaves.items() if isinstance(x, jax.Array) and is_floating(x)}
-    found = zip(held, JaxBackend().read_summaries([*held.values()])[0], strict=True)
-    reports = [ParameterReport(name, kind="weight", **summary._asdict()) for name, summary in found]
+    weights = {name: x for name, x in leaves.items() if isinstance(x, jax.Array) and is_floating(x)}
+    summaries = zip(weights, JaxBackend().read_summaries([*weights.values()])[0], strict=True)
+    reports = [ParameterReport(name, kind="weight", **summary._asdict()) for name, summary in summaries]
     broken = sorted((report for report in reports if report.nonfinite), key=lambda report: report.badness)
     cause, explanation = find_cause((), 1.0, minimum, None, broken, is_scaled=False)
     return f"Cause: {cause}. {explanation.rstrip('.')}" if broken else ""
@@ -273,9 +273,9 @@ def agree(
     message = claims.pack_arrays(backend, policy, state, words, flags, 0.0 if norm is None else norm)
     if axes:
         message = lax.pmax(message, axes)
-    found, (lowest, highest) = claims.flags_in(message), claims.bounds_in(message)
-    is_bad = found.nonfinite != 0
+    group_flags, (lowest, highest) = claims.flags_in(message), claims.bounds_in(message)
+    is_bad = group_flags.nonfinite != 0
     desynced = jnp.any(highest != lowest) | (claims.norms_differ_in(message) & jnp.logical_not(is_bad))
-    at_min_scale = jnp.logical_and(found.limits != 0, is_bad)
-    is_spike = jnp.logical_and(found.code != 0, jnp.logical_not(jnp.logical_or(is_bad, desynced)))
-    return Verdict(found.nonfinite, desynced, at_min_scale, highest, lowest, is_spike)
+    at_min_scale = jnp.logical_and(group_flags.limits != 0, is_bad)
+    is_spike = jnp.logical_and(group_flags.code != 0, jnp.logical_not(jnp.logical_or(is_bad, desynced)))
+    return Verdict(group_flags.nonfinite, desynced, at_min_scale, highest, lowest, is_spike)

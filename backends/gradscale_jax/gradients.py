@@ -168,9 +168,9 @@ def value_and_grad(
     call: Callable[..., V] = fun
     chosen = _indices(argnums)
 
-    def scaled_value_and_grad(given: object, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V, Any]:
-        before = judge.opened(given)
-        state = before.scale_state
+    def scaled_value_and_grad(state: object, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V, Any]:
+        before = judge.unpack(state)
+        scale_state = before.scale_state
         trained: list[object] = list(args)
         for index in _positions(chosen, len(args)):
             if filter is not None:
@@ -178,25 +178,25 @@ def value_and_grad(
             _require_trainable(index, args[index], trained[index], allow_int=allow_int)
 
         def scaled_loss(*traced: object, **kwargs: object) -> tuple[jax.Array, tuple[V, jax.Array]]:
-            value = call(*(traced if filter is None else map(_completed, traced, args)), **kwargs)
+            value = call(*(traced if filter is None else map(_fill_in, traced, args)), **kwargs)
             loss = _require_loss(value, has_aux)
-            # At a scale that is known to be 1 the gradients of the loss are what is wanted.
-            is_one = isinstance(trees.to_unscale_with(state, policy), UnitState)
-            return loss if is_one else trees.scale(loss, _limit(state, loss)), (value, loss)
+            # At a constant scale of 1 the loss itself is differentiated.
+            is_one = isinstance(trees.to_unscale_with(scale_state, policy), UnitState)
+            return loss if is_one else trees.scale(loss, _limit(scale_state, loss)), (value, loss)
 
         differentiate = jax.grad(scaled_loss, chosen, has_aux=True, allow_int=allow_int)
         grads, (value, loss) = differentiate(*trained, **kwargs)
         if reduce is not None:
             grads = reduce(grads)
-        limited = _limit(state, loss)
+        limited = _limit(scale_state, loss)
         unscaled, nonfinite = trees.unscale(grads, trees.to_unscale_with(limited, policy), dtype=dtype)
         verdict, after = judge(nonfinite, unscaled, loss, before._replace(scale_state=limited))
         updated = _limit(policy.update(limited, nonfinite=verdict.nonfinite), loss)
-        held = verdict.desynced if skip is None else jnp.logical_or(verdict.desynced, verdict.spike)
-        after = after._replace(scale_state=trees.select(held, state, updated))
-        return Scaled(value, unscaled, verdict, judge.closed(after))
+        keeps_scale = verdict.desynced if skip is None else jnp.logical_or(verdict.desynced, verdict.spike)
+        after = after._replace(scale_state=trees.select(keeps_scale, scale_state, updated))
+        return Scaled(value, unscaled, verdict, judge.pack(after))
 
-    return Differentiated(scaled_value_and_grad, lambda params: judge.closed(judge.begin(params)[0]))
+    return Differentiated(scaled_value_and_grad, lambda params: judge.pack(judge.begin(params)[0]))
 
 
 def _indices(argnums: Any) -> int | tuple[int, ...]:
@@ -208,12 +208,12 @@ def _indices(argnums: Any) -> int | tuple[int, ...]:
 
 def _positions(argnums: int | tuple[int, ...], count: int) -> list[int]:
     """Return the positions of arguments to differentiate by, those that there are."""
-    given = (argnums,) if isinstance(argnums, int) else argnums
-    return [index for index in range(count) if index in given or index - count in given]
+    indices = (argnums,) if isinstance(argnums, int) else argnums
+    return [index for index in range(count) if index in indices or index - count in indices]
 
 
-def _completed(trained: object, whole: object) -> object:
-    """Return an argument with the leaves that are not trained, which are None, from the one that was given."""
+def _fill_in(trained: object, whole: object) -> object:
+    """Return an argument whose leaves that are not trained, which are None, come from the whole argument."""
     return jax.tree.map(lambda a, b: b if a is None else a, trained, whole, is_leaf=lambda leaf: leaf is None)
 
 

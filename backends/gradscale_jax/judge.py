@@ -1,4 +1,4 @@
-"""Judge: one verdict on a step by its gradients and its loss, and what the next step's is made with."""
+"""Judge: the verdict on a step by its gradients and its loss, and the state for the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradscale.policies.spikes import SpikeState, empty_windows
 from gradscale.scaler.guard import checked_loss, guard_for
 from gradscale_jax import trees
 from gradscale_jax.arrays import JaxBackend, sum_of_squares
-from gradscale_jax.collectives import Verdict, agree, counted
+from gradscale_jax.collectives import Verdict, agree, with_tally
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class GuardedState(NamedTuple):
 
 
 class Judge:
-    """Judges each step by one policy, over the ranks of some axes; skips spikes, and counts steps, if it is told to."""
+    """Judges each step by one policy, over the ranks of some axes; may skip spikes, and count steps."""
 
     def __init__(self, policy: Policy, axis_name: _Axes, skip: SkipSpikes | None, **limits: int | None) -> None:
         self.policy, self.axis_name, self.skip = validation.policy(policy), axis_name, skip
@@ -89,13 +89,13 @@ class Judge:
         windows, verdict = jax.jit(first)(scale_state)
         return GuardedState(scale_state, windows, verdict.tally), verdict
 
-    def opened(self, state: Any) -> GuardedState:
+    def unpack(self, state: Any) -> GuardedState:
         """Return a state of value_and_grad as JAX arrays; a checkpoint may have come back as NumPy's."""
-        is_guarded = isinstance(state, GuardedState) and self.closed(state) is state
+        is_guarded = isinstance(state, GuardedState) and self.pack(state) is state
         guarded = jax.tree.map(trees.strong, state) if is_guarded else GuardedState(state, {})
         return guarded._replace(scale_state=trees.as_state(guarded.scale_state))
 
-    def closed(self, state: GuardedState) -> Any:
+    def pack(self, state: GuardedState) -> Any:
         """Return a state as value_and_grad returns it: the ScaleState if no spike is skipped and no step counted."""
         return state if self._counts or self.skip is not None else state.scale_state
 
@@ -111,14 +111,14 @@ class Judge:
             values, is_spike = _judge(self.skip, windows, loss, grads, norm)
         verdict = agree(nonfinite, before.scale_state, self.policy, self.axis_name, spike=is_spike, norm=norm)
         if tally is not None:
-            verdict = counted(verdict, tally, self._limits)
+            verdict = with_tally(verdict, tally, self._limits)
         if self.skip is not None and windows is not None:
             values = jnp.where(verdict.finite, values, jnp.nan)
             windows = self.skip.learn(windows, values, skipped=jnp.broadcast_to(verdict.spike, values.shape))
         return verdict, before._replace(windows=self._named(lambda _: windows or ()), tally=verdict.tally)
 
     def _named(self, make: Callable[[SkipSpikes], Iterable[T]]) -> dict[str, tuple[T, ...]]:
-        """Name the values made for the rule by the quantities that it judges; an empty dict without a rule."""
+        """Return values for the rule, named by the quantities that it judges; an empty dict without a rule."""
         return {} if self.skip is None else {f"gradscale_{'_and_'.join(self.skip.of)}": tuple(make(self.skip))}
 
     def _windows_of(self, state: GuardedState) -> SpikeState | None:
@@ -143,18 +143,18 @@ def _judge(
     rule: SkipSpikes, windows: SpikeState, loss: object, grads: object, norm: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the values that a rule judges, NaN for a missing loss, and whether any is a spike; traceable."""
-    found = {}
+    quantities = {}
     if loss is not None and "loss" in rule.of:
         number = checked_loss(loss, "value must be the loss, a number or a real floating array of one element")
-        found["loss"] = jnp.reshape(jnp.asarray(number, jnp.float32), ())
+        quantities["loss"] = jnp.reshape(jnp.asarray(number, jnp.float32), ())
     if "norm" in rule.of:
-        given = () if norm is not None else trees.without_values(grads, jax.tree.leaves(grads))[0]
-        leaves = [x for x in given if x is not None and is_floating(x)]
+        gradients = () if norm is not None else trees.without_values(grads, jax.tree.leaves(grads))[0]
+        leaves = [x for x in gradients if x is not None and is_floating(x)]
         squares = sum_of_squares(leaves, windows.values)
-        found["norm"] = jnp.sqrt(squares).astype(jnp.float32) if norm is None else norm
-    if not found:
+        quantities["norm"] = jnp.sqrt(squares).astype(jnp.float32) if norm is None else norm
+    if not quantities:
         msg = f"{rule!r} judges losses alone, and got none: call update(grads, opt_state, params, value=loss)"
         raise InvalidValueError(msg)
-    values = jnp.stack([found.get(name, np.float32(np.nan)) for name in rule.of])
-    is_known = np.asarray([name in found for name in rule.of])
-    return values, jnp.any(jnp.logical_and(rule.judge(windows, values), is_known))
+    values = jnp.stack([quantities.get(name, np.float32(np.nan)) for name in rule.of])
+    has_value = np.asarray([name in quantities for name in rule.of])
+    return values, jnp.any(jnp.logical_and(rule.judge(windows, values), has_value))

@@ -110,12 +110,12 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
             raise InvalidValueError(msg)
         if not self.built:
             self.build(trainable_variables)
-        # In any order, of any of the variables.
+        # Keras allows any of the variables, in any order.
         self._check_variables_are_known(trainable_variables)
-        given = {id(variable): grad for grad, variable in zip(grads, trainable_variables, strict=True)}
+        grad_by_id = {id(variable): grad for grad, variable in zip(grads, trainable_variables, strict=True)}
         weights = self._trainable_variables
         before = [[variable.value for variable in those] for those in (self.variables, weights)]
-        after = self.stateless_apply(before[0], [given.get(id(weight)) for weight in weights], before[1])
+        after = self.stateless_apply(before[0], [grad_by_id.get(id(weight)) for weight in weights], before[1])
         for variable, value in zip([*weights, *self.variables], [*after[0], *after[1]], strict=True):
             variable.assign(value)
 

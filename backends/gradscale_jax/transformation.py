@@ -57,7 +57,7 @@ class ScaledOptimizerState(_Stored):
     @property
     def scale_state(self) -> ScaleState:
         """The state to scale the next loss with; :func:`scale_state` finds it."""
-        return _made(ScaleState, self.gradscale_scale_state)
+        return _rebuild(ScaleState, self.gradscale_scale_state)
 
     @property
     def inner_state(self) -> optax.OptState:
@@ -67,7 +67,7 @@ class ScaledOptimizerState(_Stored):
     @property
     def verdict(self) -> Verdict:
         """The last step's verdict, which holds the counts; at first a clean one. :func:`verdict_of` finds it."""
-        return _made(Verdict, self.gradscale_verdict)
+        return _rebuild(Verdict, self.gradscale_verdict)
 
     @property
     def skipped(self) -> jax.Array:
@@ -77,8 +77,8 @@ class ScaledOptimizerState(_Stored):
     @property
     def windows(self) -> SpikeState | None:
         """The values that ``skip`` compares with, a row for each of ``skip.of``; None if spikes are not skipped."""
-        held = self.gradscale_windows
-        return _made(SpikeState, next(iter(held.values()), None) if isinstance(held, dict) else held)
+        windows = self.gradscale_windows
+        return _rebuild(SpikeState, next(iter(windows.values()), None) if isinstance(windows, dict) else windows)
 
     def _replace(self, **changes: Any) -> ScaledOptimizerState:
         changes |= {name: _fields(x) for name, x in changes.items() if isinstance(x, ScaleState | Verdict | SpikeState)}
@@ -192,15 +192,15 @@ def scaled(
         _require_no_masks(updates)
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
-        known = trees.to_unscale_with(state.scale_state, policy)
-        grads, nonfinite = trees.unscale(updates, known, dtype=dtype)
+        unscale_state = trees.to_unscale_with(state.scale_state, policy)
+        grads, nonfinite = trees.unscale(updates, unscale_state, dtype=dtype)
         norm = None
         if largest is not None:
             # The compiler leaves out the count, which nothing uses then.
-            grads, nonfinite, norm = trees.clip(grads, known.scale, largest)
-        if isinstance(known, UnitState):
+            grads, nonfinite, norm = trees.clip(grads, unscale_state.scale, largest)
+        if isinstance(unscale_state, UnitState):
             # A state of another policy may go on here: the loss was scaled by it once, and is not from now on.
-            nonfinite = nonfinite + (known.scale != 1.0).astype(nonfinite.dtype)
+            nonfinite = nonfinite + (unscale_state.scale != 1.0).astype(nonfinite.dtype)
         before = GuardedState(state.scale_state, state.gradscale_windows, state.verdict.tally)
         verdict, after = judge(nonfinite, grads, extra_args.get("value"), before, norm)
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
@@ -209,11 +209,11 @@ def scaled(
             # A skipped step keeps arrays of JAX back, and no others.
             inner_updates = jax.tree.map(lambda x: x if trees.is_float0(x) else jnp.asarray(x), inner_updates)
         updated = policy.update(state.scale_state, nonfinite=verdict.nonfinite)
-        if isinstance(known, UnitState):
-            updated = updated._replace(scale=known.scale / known.scale)
-        taken, held = verdict.taken, jnp.logical_or(verdict.desynced, verdict.spike)
+        if isinstance(unscale_state, UnitState):
+            updated = updated._replace(scale=unscale_state.scale / unscale_state.scale)
+        taken, keeps_scale = verdict.taken, jnp.logical_or(verdict.desynced, verdict.spike)
         return trees.select(taken, inner_updates, jax.tree.map(_negative_zeros, inner_updates)), ScaledOptimizerState(
-            tuple(trees.select(held, state.scale_state, updated)),
+            tuple(trees.select(keeps_scale, state.scale_state, updated)),
             trees.select(taken, inner_state, state.inner_state),
             _fields(verdict),
             jnp.where(taken, state.skipped, jnp.minimum(state.skipped, validation.LARGEST_INT32 - 1) + 1),
@@ -309,16 +309,16 @@ def carry_over(old: object, first: ScaledOptimizerState) -> ScaledOptimizerState
 
 
 def _only_state(opt_state: object) -> ScaledOptimizerState:
-    found = _states_in(opt_state)
-    if len(found) != 1:
-        got = f"{len(found)}: one loss has one scale" if found else f"{type(opt_state).__name__} without one"
+    states = _states_in(opt_state)
+    if len(states) != 1:
+        got = f"{len(states)}: one loss has one scale" if states else f"{type(opt_state).__name__} without one"
         msg = (
             f"opt_state must hold one state of gradscale_jax.scaled(tx, policy) or guarded(tx), got {got}; give what "
             f"its init(params) returned (restore a checkpoint into that), with one scaled() or guarded() around the "
             f"whole, or the part that is meant"
         )
         raise InvalidValueError(msg)
-    return found[0]
+    return states[0]
 
 
 def _arrays(fields: Iterable[object]) -> list[Any]:
@@ -329,16 +329,16 @@ def _arrays(fields: Iterable[object]) -> list[Any]:
 
 def _states_in(tree: object) -> list[ScaledOptimizerState]:
     """Return the states of scaled() in a tree, those within others too."""
-    found = trees.nodes(tree, ScaledOptimizerState)
-    return found + [deeper for state in found for deeper in _states_in(state.inner_state)]
+    states = trees.nodes(tree, ScaledOptimizerState)
+    return states + [deeper for state in states for deeper in _states_in(state.inner_state)]
 
 
-def _fields(made: ScaleState | Verdict | SpikeState) -> tuple[Any, ...]:
-    """Return the fields as a state holds them: without a place for a tally that is not kept."""
-    return tuple(made[:-1] if isinstance(made, Verdict) and made.tally is None else made)
+def _fields(record: ScaleState | Verdict | SpikeState) -> tuple[Any, ...]:
+    """Return the fields as the optimizer's state holds them: without an empty tally."""
+    return tuple(record[:-1] if isinstance(record, Verdict) and record.tally is None else record)
 
 
-def _made(kind: Callable[..., T], fields: Any) -> T:
+def _rebuild(kind: Callable[..., T], fields: Any) -> T:
     """Return the object of some fields; what stands in their place, such as a sharding or None, as it is."""
     return kind(*fields) if type(fields) is tuple else fields
 
@@ -364,7 +364,7 @@ def _require_no_masks(tree: object) -> None:
 
 
 def _require_wide(inner_state: object, params: object) -> None:
-    """Raise InvalidTypeError for state that has taken a dtype in which 1e-8 is 0 from parameters."""
+    """Raise InvalidTypeError for state in a dtype of the parameters in which 1e-8 is 0."""
     narrow = {x.dtype for x in filter(_is_real, jax.tree.leaves(params)) if jnp.finfo(x.dtype).tiny > 1e-8}
     for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
         if getattr(leaf, "dtype", None) in narrow:

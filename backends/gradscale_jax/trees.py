@@ -67,8 +67,8 @@ def unscale(grads: T, state: ScaleState, *, dtype: DTypeLike | None = None) -> t
     leaves, structure = _flattened(grads)
     gradients, bad = without_values(grads, leaves)
     unscaled, nonfinite = gradscale.unscale(gradients, as_state(state), dtype=dtype)
-    made: T = structure.unflatten([x if new is None else new for x, new in zip(leaves, unscaled, strict=True)])
-    return made, nonfinite + bad
+    tree: T = structure.unflatten([x if new is None else new for x, new in zip(leaves, unscaled, strict=True)])
+    return tree, nonfinite + bad
 
 
 def without_values(grads: object, leaves: list[Any]) -> tuple[list[Any], jax.Array | int]:
@@ -89,8 +89,8 @@ def clip(grads: T, like: jax.Array, max_norm: float) -> tuple[T, jax.Array, jax.
     chosen = [x for x, one in zip(leaves, floating, strict=True) if one]
     norm, factor, overflows = clip_factor(sum_of_squares(chosen, like), max_norm)
     clipped = iter(multiply_arrays(chosen, factor))
-    made: T = structure.unflatten([next(clipped) if one else x for x, one in zip(leaves, floating, strict=True)])
-    return made, overflows + bad, norm
+    tree: T = structure.unflatten([next(clipped) if one else x for x, one in zip(leaves, floating, strict=True)])
+    return tree, overflows + bad, norm
 
 
 def select(pred: jax.Array, on_true: T, on_false: T) -> T:
@@ -116,8 +116,8 @@ def select(pred: jax.Array, on_true: T, on_false: T) -> T:
         msg = f"trees must have one structure, got {structure} beside {other_structure}"
         raise InvalidValueError(msg)
     without = [[None if is_float0(leaf) else leaf for leaf in leaves] for leaves in (chosen, others)]
-    made = zip(chosen, gradscale.select(pred, *without), strict=True)
-    selected: T = structure.unflatten([old if is_float0(old) else new for old, new in made])
+    pairs = zip(chosen, gradscale.select(pred, *without), strict=True)
+    selected: T = structure.unflatten([old if is_float0(old) else new for old, new in pairs])
     return selected
 
 
@@ -147,7 +147,7 @@ def as_state(state: object) -> ScaleState:
 
 
 def to_unscale_with(state: ScaleState, policy: object) -> ScaleState:
-    """Return a state, as one whose scale is known to be 1 if its policy says so."""
+    """Return a state, as a UnitState if its policy is a constant scale of 1."""
     return UnitState(*state) if type(policy) is StaticScale and policy.init_scale == 1.0 else state
 
 
@@ -162,5 +162,5 @@ def strong(leaf: object, dtype: DTypeLike | None = None) -> object:
 
 def nodes(tree: object, kind: type[T]) -> list[T]:
     """Return the outermost nodes of a class in a pytree."""
-    found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
-    return [node for node in found if isinstance(node, kind)]
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in leaves if isinstance(node, kind)]

@@ -18,7 +18,7 @@ class ModelAndOptimizer:
     Parameters
     ----------
     model : mlx.nn.Module
-        Updated in place by each step that is made, and left alone by those that are skipped.
+        Updated in place by each step that is not skipped.
     optimizer : mlx.optimizers.Optimizer
         Any one of MLX's. Its state and its schedules stay as they are in a skipped step.
 
@@ -62,16 +62,16 @@ class ModelAndOptimizer:
             chosen = gradscale.select(pred, self._state(), before)
         finally:
             self.model.update(chosen[0])
-            _put(self.optimizer.state, chosen[1])
+            _assign_leaves(self.optimizer.state, chosen[1])
 
     def _state(self) -> tuple[object, object]:
         return self.model.trainable_parameters(), self.optimizer.state
 
 
-def _put(old: Any, new: Any) -> None:
-    """Put new leaves into the dicts and lists of a tree, by which a compiled function knows it."""
+def _assign_leaves(old: Any, new: Any) -> None:
+    """Assign new leaves within the dicts and lists of a tree, which a compiled function has captured."""
     for key, value in new.items() if isinstance(new, dict) else enumerate(new):
         if isinstance(value, (dict, list)):
-            _put(old[key], value)
+            _assign_leaves(old[key], value)
         else:
             old[key] = value

@@ -56,7 +56,7 @@ class NumpyBackend(Backend):
     """
 
     name = "numpy"
-    # A norm that overflows is said by the verdict, also where NumPy is told to raise.
+    # The verdict reports a norm that overflows, also where NumPy's errors are set to raise.
     clip_factor = np.errstate(all="ignore")(Backend.clip_factor)
 
     def __init__(self, fast: bool | None = None) -> None:
@@ -140,11 +140,11 @@ class NumpyBackend(Backend):
             targets = [_writable(index, target) for index, target in enumerate(out)]
             # The kernels see by identity that they overwrite.
             sources = [
-                target if grad is given and not isinstance(grad, np.generic) else np.asarray(grad)
-                for grad, given, target in zip(grads, out, targets, strict=True)
+                target if grad is array and not isinstance(grad, np.generic) else np.asarray(grad)
+                for grad, array, target in zip(grads, out, targets, strict=True)
             ]
             returned = [
-                target if isinstance(given, np.generic) else given for given, target in zip(out, targets, strict=True)
+                target if isinstance(array, np.generic) else array for array, target in zip(out, targets, strict=True)
             ]
         nonfinite = self._unscale_all(sources, targets, inverse)
         return returned, np.asarray(nonfinite, dtype=np.int32)

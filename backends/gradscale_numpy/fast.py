@@ -1,7 +1,7 @@
 """Unscale and judge NumPy arrays of float16, bfloat16 and float32 in one pass, by loops that Numba compiles.
 
 They give the same bits as ``kernels``, which serves all other arrays. NumPy has no vector instructions for the first
-two, and looks at each array of float32 several times.
+two, and passes over each array of float32 several times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ with needs("gradscale_numpy.fast", "fast"):
 
 Array = NDArray[Any]
 
-# Arrays of one call: the call takes longer than a small array.
+# Arrays per call of a compiled loop: a call takes longer than a small array.
 _TOGETHER = 32
 
 _ONLY_SINGLES = frozenset([np.dtype(np.float32)])
@@ -164,7 +164,7 @@ def _widen_bfloats(source: Array, out: Array, factor: np.float32) -> bool:
     return nonfinite
 
 
-# For a source's type: what overwrites an array, and what writes to one of float32.
+# By the source's dtype: the loop that works in place, and the one into float32.
 _LOOPS = {"float16": (_scale_halves, _widen_halves), "bfloat16": (_scale_bfloats, _widen_bfloats)}
 
 

@@ -41,11 +41,11 @@ _DOUBLE = np.dtype(np.float64)
 
 _dtype, _size = operator.attrgetter("dtype"), operator.attrgetter("size")
 
-# The exponent and fraction of a float16, moved 13 bits up, are a float32 whose exponent is too small by 112.
+# The exponent and fraction of a float16, shifted 13 bits up, are a float32 whose exponent is too small by 112.
 _HALF_SHIFT = np.array(13, np.int32)
 _HALF_EXPONENT_GAP = 112
 _HALF_LARGEST_INVERSE = 2.0 ** (128 - _HALF_EXPONENT_GAP)
-_HALF_MOVED_BITS = np.array(0x8FFFE000, np.uint32).view(np.int32)
+_HALF_MASK = np.array(0x8FFFE000, np.uint32).view(np.int32)
 _HALF_INFINITY = 0x7C00
 _HALF_MINUS_INFINITY = 0xFC00
 _SUBNORMAL = np.array(1, np.int32).view(_SINGLE)
@@ -86,13 +86,13 @@ def _unscale_one(source: Array, out: Array, inverse: np.float32, unscale_block: 
     finite = True
     for blocks in _blocks(_BLOCK, *pair):
         source_block, out_block = blocks[0], blocks[-1]
-        known = unscale_block(source_block, out_block, inverse)
-        if known is None:
+        is_block_finite = unscale_block(source_block, out_block, inverse)
+        if is_block_finite is None:
             if out is not source or inverse != 1:
                 np.multiply(source_block, factor, out_block, dtype=arithmetic, casting="unsafe")
             # One bad block decides, but every block is multiplied.
-            known = finite and _is_finite(out_block)
-        finite = finite and known
+            is_block_finite = finite and _is_finite(out_block)
+        finite = finite and is_block_finite
     return finite
 
 
@@ -176,8 +176,8 @@ def _blocks(size: int, *arrays: Array) -> Iterator[Sequence[Array]]:
 def _widen_finite_half(source: Array, out: Array, inverse: np.float32) -> bool | None:
     """Store float16 times ``inverse`` in a float32 array and return True, if all of the source is finite; else None.
 
-    NumPy converts float16 one element at a time. Moved into place as integers, the bits of a finite float16 are exactly
-    the float32 of 2**-112 times its value. The missing power of two goes into the factor, which stays exact.
+    NumPy converts float16 one element at a time. Shifted as integers, the bits of a finite float16 are exactly the
+    float32 of 2**-112 times its value. The missing power of two goes into the factor, which stays exact.
     """
     # A processor that takes subnormals for 0, as after torch.set_flush_denormal(True), takes this one, too.
     if source.dtype != _HALF or out.dtype != _SINGLE or not 0 < inverse < _HALF_LARGEST_INVERSE or _SUBNORMAL == 0:
@@ -186,10 +186,10 @@ def _widen_finite_half(source: Array, out: Array, inverse: np.float32) -> bool |
     # The initial value is there for an empty source.
     if bits.max(initial=0) >= _HALF_INFINITY or bits.view(np.uint16).max(initial=0) >= _HALF_MINUS_INFINITY:
         return None
-    moved = out.view(np.int32)
-    moved[...] = bits
-    np.left_shift(moved, _HALF_SHIFT, moved)
-    np.bitwise_and(moved, _HALF_MOVED_BITS, moved)
+    out_bits = out.view(np.int32)
+    out_bits[...] = bits
+    np.left_shift(out_bits, _HALF_SHIFT, out_bits)
+    np.bitwise_and(out_bits, _HALF_MASK, out_bits)
     np.multiply(out, np.ldexp(inverse, _HALF_EXPONENT_GAP), out)
     return True
 

@@ -29,8 +29,8 @@ with needs("gradscale_numpy.mpi", "mpi"):
         from mpi4py import MPI
     except RuntimeError as error:
         # mpi4py is installed, and finds no MPI library.
-        _said = str(error).partition("\n")[0]
-        _msg = f"gradscale_numpy.mpi needs an MPI library, got: {_said}; load the cluster's, or {remedy('mpich')}"
+        _reason = str(error).partition("\n")[0]
+        _msg = f"gradscale_numpy.mpi needs an MPI library, got: {_reason}; load the cluster's, or {remedy('mpich')}"
         raise BackendNotAvailableError(_msg) from error
 
 _Vector: TypeAlias = NDArray[Any]
@@ -78,7 +78,7 @@ def _require_not_finalized() -> None:
         raise CallOrderError(msg)
 
 
-def _look_at_threads() -> None:
+def _warn_of_threads() -> None:
     """Warn once of a thread that MPI is not initialised for."""
     global _has_warned
     level, thread = MPI.Query_thread(), threading.current_thread()
@@ -115,14 +115,14 @@ class _Duplicate:
 
 @functools.cache
 def _attribute() -> int:
-    """Return the key of that attribute; made late, since MPI may be initialized after the import."""
+    """Return the key of that attribute, created at its first use: MPI may be initialized after the import."""
     return MPI.Comm.Create_keyval(delete_fn=lambda _comm, _keyval, duplicate: duplicate.free())
 
 
 class MPICollectives:
     """MAX all-reduces over a duplicate of a communicator, so that its messages never meet the user's.
 
-    The duplicate is made once for each communicator, which is collective over it, and freed with it. A rank waits for
+    The duplicate is created once per communicator, which is collective over it, and freed with it. A rank waits for
     the others ``timeout`` seconds, here and in each collective.
 
     Raises
@@ -149,9 +149,9 @@ class MPICollectives:
         self._timeout = timeout
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        found: Any = comm.Get_attr(_attribute())
-        if found is not None:
-            self._use(found)
+        existing: Any = comm.Get_attr(_attribute())
+        if existing is not None:
+            self._use(existing)
             self._group.require_usable()
             return
         duplicate, request = comm.Idup()
@@ -197,7 +197,7 @@ class MPICollectives:
 
         def finish() -> Array:
             # Here, since an error in the start would lose the group.
-            _look_at_threads()
+            _warn_of_threads()
             self._wait(request, "the agreement on a step")
             return receive if is_host else registry.backend_for(x).integers(receive.tolist(), x)
 

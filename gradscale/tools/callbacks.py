@@ -98,28 +98,28 @@ class LogUpdates:
         self._skip_level = validation.integer("skip_level", skip_level, 0, validation.LARGEST_INT32)
         self._summary_every = validation.integer("summary_every", summary_every, 0, validation.LARGEST_INT32)
         self._scale: float | None = None
-        # The iteration whose skipped steps it has logged as on_skip.
-        self._told: int | None = None
+        # The iteration whose skipped steps were logged by on_skip.
+        self._logged_iteration: int | None = None
         # How many updates since the last summary were skipped, and how many were not.
         self._counts = collections.Counter[bool]()
 
     def __call__(self, report: UpdateReport | StepReport) -> None:
         """Log a report's lines, if it has any."""
         if isinstance(report, StepReport):
-            self._tell_skip(report)
-            self._told = report.iteration
+            self._log_skip(report)
+            self._logged_iteration = report.iteration
             return
         at = f"iteration {report.iteration}:"
         if self._scale not in (None, report.scale):
             # Between two updates, such as by load_state_dict.
             self._logger.log(self._level, f"{at} scale was set, {self._scale:g} -> {report.scale:g}")
         self._scale = report.scale if report.new_scale is None else report.new_scale
-        for step in report.steps if self._told != report.iteration else ():
-            self._tell_skip(step)
+        for step in report.steps if self._logged_iteration != report.iteration else ():
+            self._log_skip(step)
         if report.skipped and not any(step.skipped for step in report.steps):
             # The gradients were unscaled, and the loop did not call step().
             self._logger.log(self._skip_level, f"{at} gradients to be skipped{at_scale(report.scale)}")
-        self._told = None
+        self._logged_iteration = None
         if self._scale != report.scale:
             change = "grew" if self._scale > report.scale else "backed off"
             self._logger.log(self._level, f"{at} scale {change}, {report.scale:g} -> {self._scale:g}")
@@ -133,10 +133,10 @@ class LogUpdates:
             self._logger.log(self._level, f"{at} {share}{scale}{'; in all ' * bool(total)}{total}")
             self._counts.clear()
 
-    def _tell_skip(self, step: StepReport) -> None:
+    def _log_skip(self, step: StepReport) -> None:
         if not step.skipped and step.by is not None:
-            said = f"iteration {step.iteration}: rank {step.by} saw a spike{_data(step)}; the rule has act=False"
-            self._logger.log(self._level, said)
+            line = f"iteration {step.iteration}: rank {step.by} saw a spike{_data(step)}; the rule has act=False"
+            self._logger.log(self._level, line)
         text = f"iteration {step.iteration}: step skipped"
         if step.skipped and step.reason != "overflow":
             why = next((words.deed for words in REASONS.values() if words.name == step.reason), "") or step.reason
@@ -432,7 +432,7 @@ class BadBatches:
 
 
 def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[int | str]:
-    """Return the batches in a file of ``BadBatches`` that are to be left out, in the order in which they were met.
+    """Return the batches in a file of ``BadBatches`` that are to be left out, in the order of their steps.
 
     As Megatron-LM has it, those of an iteration in which several ranks were bad at once are none of them, since the
     data is not the cause then.
@@ -442,12 +442,12 @@ def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[in
     path : str or os.PathLike
         The file; errors are those of ``read_log``.
     times : int, default 1
-        2 for only those that the same rank has met twice, in other iterations or runs.
+        2 for only those that were bad twice on the same rank, in other iterations or runs.
 
     Returns
     -------
     list of int and str
-        What ``step(batch=)`` was given; of lists each item.
+        The arguments of ``step(batch=)``; of lists each item.
 
     Examples
     --------
@@ -463,19 +463,19 @@ def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[in
     [20411]
     """
     times = validation.integer("times", times, 1, validation.LARGEST_INT32)
-    run, met = 0, collections.defaultdict[tuple[Any, ...], dict[int, dict[int | str, None]]](dict)
+    run, iterations = 0, collections.defaultdict[tuple[Any, ...], dict[int, dict[int | str, None]]](dict)
     for row in read_log(path):
         batch = row.get("batch")
         try:
             run += row["iteration"] == 0
             # A run that goes back to a checkpoint has an iteration again, and perhaps for another rank.
-            seen = met[run, row["iteration"], row.get("by")].setdefault(row["rank"], {})
-            seen |= dict.fromkeys(one for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
+            batches = iterations[run, row["iteration"], row.get("by")].setdefault(row["rank"], {})
+            batches |= dict.fromkeys(one for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
         except (KeyError, TypeError) as error:
             msg = f"line {row['line']} must be a row of BadBatches, got {short_repr(row)}"
             raise InvalidValueError(msg) from error
     counts = collections.Counter[tuple[int, int | str]]()
-    for rows in met.values():
-        for rank, batches in rows.items() if len(rows) == 1 else ():
+    for ranks in iterations.values():
+        for rank, batches in ranks.items() if len(ranks) == 1 else ():
             counts.update((rank, one) for one in batches)
     return list(dict.fromkeys(batch for (_, batch), count in counts.items() if count >= times))

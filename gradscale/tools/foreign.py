@@ -103,7 +103,7 @@ _A_STATE = (
     "flax.serialization.msgpack_restore(data) has loaded, which run nothing that it may hold)"
 )
 _SYSTEMS = tuple(dict.fromkeys(layout.system for layout in _LAYOUTS))
-_KNOWN_KEYS = {key for layout in _LAYOUTS for key in layout.keys}
+_ALL_KEYS = {key for layout in _LAYOUTS for key in layout.keys}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ForeignState:
     missing : tuple of str
         The settings and trackers that the saved state does not hold; "system" if another system saves the same keys.
     assumed : mapping of str to object
-        The value taken for each of these that the caller did not give.
+        The value assumed for each of these that the caller did not give.
 
     Examples
     --------
@@ -217,17 +217,17 @@ def load_foreign_state(
 
 
 def _recognise(fields: _Fields, system: str | None) -> _Layout:
-    """Return the layout of a mapping: the one that has its keys, all of them and no others that are known."""
+    """Return the layout whose required keys a mapping has, without the keys of others."""
     got = f"got the keys {key_names(fields)}"
     if {"version", "_overflow_tracker"} <= fields.keys():
         msg = f"the state is gradscale's own, {got}; pass it to GradScaler.load_state_dict"
         raise StateDictError(msg)
     candidates = [layout for layout in _LAYOUTS if system in (None, layout.system)]
     # Other keys do not matter to somebody who names the format.
-    known = set() if system else fields.keys() & _KNOWN_KEYS
-    found = [each for each in candidates if {*each.required.split()} <= fields.keys() and known <= {*each.keys}]
-    if found:
-        return max(found, key=lambda layout: len(layout.required))
+    own_keys = set() if system else fields.keys() & _ALL_KEYS
+    matches = [each for each in candidates if {*each.required.split()} <= fields.keys() and own_keys <= {*each.keys}]
+    if matches:
+        return max(matches, key=lambda layout: len(layout.required))
     formats = "; ".join(f"{layout.system}: {layout.required.replace(' ', ', ')}" for layout in candidates)
     what = f"the {system} state is cut short" if system else "the state is of no known format"
     msg = (
@@ -237,12 +237,12 @@ def _recognise(fields: _Fields, system: str | None) -> _Layout:
     raise StateDictError(msg)
 
 
-def _translate(fields: _Fields, layout: _Layout, given: dict[str, object]) -> ForeignState:
+def _translate(fields: _Fields, layout: _Layout, extra: dict[str, object]) -> ForeignState:
     # flax has None for no minimum.
-    held = [key for key in layout.keys if key in layout.required.split() or fields.get(key) is not None]
-    keys = {name: key for name, (_, known) in _MEANINGS.items() for key in known.split() if key in held}
+    present = [key for key in layout.keys if key in layout.required.split() or fields.get(key) is not None]
+    keys = {name: key for name, (_, names) in _MEANINGS.items() for key in names.split() if key in present}
     missing = {name: default for name, default in layout.settings.items() if name not in keys}
-    for name, value in given.items():
+    for name, value in extra.items():
         if name not in missing:
             left_out = ", ".join(missing) or "no setting"
             msg = (
@@ -251,8 +251,8 @@ def _translate(fields: _Fields, layout: _Layout, given: dict[str, object]) -> Fo
             )
             raise InvalidValueError(msg)
     try:
-        found = {name: _MEANINGS[name][0](key, _element(fields[key])) for name, key in keys.items()}
-        return _read(layout, keys, found, missing, given)
+        saved = {name: _MEANINGS[name][0](key, _element(fields[key])) for name, key in keys.items()}
+        return _read(layout, keys, saved, missing, extra)
     except (InvalidTypeError, InvalidValueError) as error:
         msg = f"the {layout.system} state cannot be read: {error}"
         raise StateDictError(msg) from error
@@ -265,28 +265,28 @@ def _element(value: Any) -> object:
 
 
 def _read(
-    layout: _Layout, keys: dict[str, str], found: dict[str, Any], missing: dict[str, object], given: dict[str, object]
+    layout: _Layout, keys: dict[str, str], saved: dict[str, Any], missing: dict[str, object], extra: dict[str, object]
 ) -> ForeignState:
-    """Return the result for the numbers found under these keys; ``missing`` has the defaults of the other settings."""
-    if layout.preset is StaticScale and found["is_dynamic"]:
+    """Return the result for the saved numbers under these keys; ``missing`` has the defaults of the other settings."""
+    if layout.preset is StaticScale and saved["is_dynamic"]:
         msg = f"{keys['is_dynamic']} is True, and keys of a dynamic scale are missing"
         raise InvalidValueError(msg)
-    assumed = {name: default for name, default in missing.items() if name not in given}
-    left = found.get("overflows_left", 0)
+    assumed = {name: default for name, default in missing.items() if name not in extra}
+    left = saved.get("overflows_left", 0)
     if "hysteresis" in assumed:
         # The default may be below the number that is still tolerated.
         assumed["hysteresis"] = max(left, assumed["hysteresis"])
-    settings = {name: found[name] for name in layout.settings if name in found} | given | assumed
-    policy: Any = layout.preset(init_scale=found["scale"], **settings)
-    if "growth_factor" in found and "growth_factor" not in settings:
+    settings = {name: saved[name] for name in layout.settings if name in saved} | extra | assumed
+    policy: Any = layout.preset(init_scale=saved["scale"], **settings)
+    if "growth_factor" in saved and "growth_factor" not in settings:
         # One factor, for which the system's preset has no parameter.
-        factor = found["growth_factor"]
+        factor = saved["growth_factor"]
         policy = dataclasses.replace(policy, growth_factor=factor, backoff_factor=1.0 / factor)
     overflows = 0
-    if "overflows_left" in found:
+    if "overflows_left" in saved:
         validation.number(keys["overflows_left"], left, at_most=policy.hysteresis)
         overflows = policy.hysteresis - max(left, 0) if policy.hysteresis > 1 else 0
-    growth = _clean_steps(keys, found, policy)
+    growth = _clean_steps(keys, saved, policy)
     note = {"system": layout.note} if layout.note else {}
     snapshot = {"scale": policy.init_scale, "growth_tracker": growth, "overflow_tracker": overflows}
     return ForeignState(
@@ -298,17 +298,17 @@ def _read(
     )
 
 
-def _clean_steps(keys: dict[str, str], found: dict[str, Any], policy: Any) -> int:
-    if "last_overflow" in found:
+def _clean_steps(keys: dict[str, str], saved: dict[str, Any], policy: Any) -> int:
+    if "last_overflow" in saved:
         # An overflow is of an iteration before the next one.
-        last = validation.integer(keys["last_overflow"], found["last_overflow"], -1, found["steps"] - 1)
-        run: int = found["steps"] - 1 - last
+        last = validation.integer(keys["last_overflow"], saved["last_overflow"], -1, saved["steps"] - 1)
+        run: int = saved["steps"] - 1 - last
         # DeepSpeed's first growth of a run comes after one step more, with which the next interval begins.
         is_later = run > 0 and policy.growth_after != "interval"
         interval: int = policy.growth_interval
         return (run - 1) % interval + 1 if is_later else run % interval
-    count: int = found.get("clean_steps", 0)
-    is_assumed = count > 0 and "growth_interval" not in found
+    count: int = saved.get("clean_steps", 0)
+    is_assumed = count > 0 and "growth_interval" not in saved
     if is_assumed and count >= policy.growth_interval + (policy.growth_after != "interval"):
         interval = policy.growth_interval
         msg = f"{keys['clean_steps']} must be below the interval, got {count} and {interval}; give growth_interval="

@@ -177,14 +177,14 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
         gradients = recorded(gradients)
     with needs("simulate()", "numpy"):
         import numpy as np
-    found = np.zeros((), np.int32), np.ones((), np.int32)
+    counts = np.zeros((), np.int32), np.ones((), np.int32)
     hidden = _hidden(np.ndarray)
     with _explained(policy):
         state = policy.init(np.zeros((), np.float32))
         numbers = _numbers_of(state)
-        # A rule asks the same of all arrays, whatever their values.
+        # A rule that reads an array's value fails here, whatever the value.
         unseen = ScaleState._make(x.view(hidden) for x in state)
-        _numbers_of(policy.update(unseen, nonfinite=found[1].view(hidden)))
+        _numbers_of(policy.update(unseen, nonfinite=counts[1].view(hidden)))
         is_raising = policy.at_min_scale(state) is not None
     scales: list[float] = []
     skipped: list[bool] = []
@@ -203,7 +203,7 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
         following = next_numbers(policy, numbers, overflow)
         if following is None:
             with _explained(policy):
-                state = policy.update(state, nonfinite=found[overflow])
+                state = policy.update(state, nonfinite=counts[overflow])
                 following = _numbers_of(state)
         numbers = following
     return Simulation(
@@ -230,7 +230,7 @@ def _explained(policy: Policy) -> Iterator[None]:
 
 @functools.cache
 def _hidden(kind: type) -> type:
-    """Return a class of arrays that cannot be asked for their values; one, since adapters are kept by class."""
+    """Return a class of arrays whose values cannot be read; one, since adapters are kept by class."""
     return type("Hidden", (kind,), dict.fromkeys(("__bool__", "__int__", "__float__", "__index__"), _hide))
 
 

@@ -26,8 +26,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         print(f"gradscale {gradscale.__version__}")
         raise typer.Exit
 

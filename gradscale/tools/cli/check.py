@@ -131,8 +131,8 @@ def show(page: Report, as_json: bool) -> None:
     if ranks:
         rows = [(str(rank["rank"]), rank["host"], str(rank["pid"]), rank["device"]) for rank in ranks]
         out.print(table(("rank", "host", "process", "device"), rows))
-        found = {name: sorted({rank["versions"].get(name, "none") for rank in ranks}) for name in ranks[0]["versions"]}
-        out.print(", ".join(f"{name} {' and '.join(versions)}" for name, versions in found.items()))
+        modules = {name: sorted({one["versions"].get(name, "none") for one in ranks}) for name in ranks[0]["versions"]}
+        out.print(", ".join(f"{name} {' and '.join(versions)}" for name, versions in modules.items()))
     if page["stages"]:
         named = groupby(page["stages"], key=lambda stage: re.sub(r"rank \d+", "each rank", stage["name"]))
         tried = [(what, "ok" if all(stage["ok"] for stage in stages) else "FAILED") for what, stages in named]

@@ -48,14 +48,14 @@ _ALONE = "{} processes were started, and each is alone in its group: take the mp
 _SCALE = 1024.0
 
 Report: TypeAlias = dict[str, Any]
-"""A rank's report to rank 0 on a stage: an ``error``, and whether it ``is_consequence``, or what was asked for."""
+"""A rank's report to rank 0 on a stage: an ``error``, and whether it ``is_consequence``, or the stage's results."""
 
 
 class _MPIWorld:
     """The ranks of MPI.COMM_WORLD: who they are, and messages between them that need no collective."""
 
     def enter(self) -> None:
-        # It initializes MPI, which waits for all ranks, however long it takes.
+        # The import initializes MPI, which waits for all ranks, however long it takes.
         from mpi4py import MPI
 
         self.group: Any = MPI.COMM_WORLD
@@ -182,7 +182,7 @@ class Rank:
             *((f"{value} on rank {rank}", partial(self.overflow, rank, value)) for value, rank in values),
             ("clean step", lambda: self._step(self._scaler(_SCALE), _SCALE, wanted="stepped")),
             *((f"other scale on rank {rank}", partial(self._drift, rank)) for rank in everyone if last),
-            # It brings an inf that the others cannot know of before.
+            # An inf that the other ranks cannot know of before.
             ("late inf", partial(self.overflow, last, math.inf, delay=0.3)),
             ("latency", self._latency),
         ]
@@ -195,7 +195,7 @@ class Rank:
         """Say who this rank is."""
         launched = next((int(os.environ[name]) for name in _SIZES if name in os.environ), 1)
         if launched > self.world.size == 1:
-            # It would pass for a check of all of them.
+            # A check of this rank alone would pass for one of all ranks.
             return {"error": _ALONE.format(launched)}
         return {
             "host": socket.gethostname(),
@@ -234,7 +234,7 @@ class Rank:
         """Make one iteration with a value among the gradients."""
         optimizer, xp = _Optimizer(), self._xp
         optimizer.grads = [xp.full((8,), _SCALE, dtype=xp.float32), xp.asarray([_SCALE, value], dtype=xp.float32)]
-        # Without it the scaler has no state yet.
+        # The first call of scale() makes the scaler's state.
         scaler.scale(optimizer.grads[0][:1])
         done = scaler.step(optimizer) or "skipped"
         scaler.update()

@@ -83,8 +83,8 @@ def doctor(
     bad = [finding for finding in judged if finding.status != "ok"]
     system = f"gradscale {gradscale.__version__}, Python {platform.python_version()}, {platform.platform()}"
     if as_json:
-        found = [finding._asdict() for finding in findings]
-        print_json(data={"ok": not bad, "system": system, "components": found})
+        entries = [finding._asdict() for finding in findings]
+        print_json(data={"ok": not bad, "system": system, "components": entries})
     else:
         _print(findings, system)
     raise typer.Exit(int(bool(bad)))
@@ -100,9 +100,9 @@ def _print(findings: Sequence[Finding], system: str) -> None:
     for finding in findings:
         details = dict(finding.details)
         versions = details.pop("versions", {})
-        shown = (f"{key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in details.items())
+        parts = (f"{key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in details.items())
         version = ", ".join(dict.fromkeys(versions.values())) if isinstance(versions, dict) else ""
-        text = finding.reason or "; ".join(shown)
+        text = finding.reason or "; ".join(parts)
         rows.append((finding.name, finding.status, version, text))
     console().print(system, style="bold")
     styles = [_STYLES[finding.status] for finding in findings]

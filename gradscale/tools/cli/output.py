@@ -20,10 +20,10 @@ def console(*, stderr: bool = False) -> Console:
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Table:
     """Return a table of rows, each in a style if there are any; columns fold long text, and empty ones are left out."""
     kept = [place for place in range(len(titles)) if any(row[place] for row in rows)]
-    made = Table(*(Column(titles[place], overflow="fold") for place in kept), box=box.SIMPLE, pad_edge=False)
+    grid = Table(*(Column(titles[place], overflow="fold") for place in kept), box=box.SIMPLE, pad_edge=False)
     for row, style in zip(rows, styles or [""] * len(rows), strict=True):
-        made.add_row(*(one_line(row[place]) for place in kept), style=style)
-    return made
+        grid.add_row(*(one_line(row[place]) for place in kept), style=style)
+    return grid
 
 
 def error_line(text: str) -> None:

@@ -32,9 +32,9 @@ class Component(NamedTuple):
 
     name: str
     modules: tuple[str, ...]  # what has to be importable
-    extra: str = ""  # the one of gradscale that brings it; empty if it is not known
+    extra: str = ""  # gradscale's extra that installs it; empty for other packages' adapters
     aliases: tuple[str, ...] = ()
-    use: Callable[[], Details] | None = None  # returns what it found; None to use the adapter of that name
+    use: Callable[[], Details] | None = None  # returns the details; None to use the adapter of that name
 
     def remedy(self, reason: str) -> str:
         """Return a reason why it does not work, and the pip command that may help."""
@@ -53,16 +53,16 @@ class Finding(NamedTuple):
 
 def components() -> list[Component]:
     """Return gradscale's own components, and the adapters that other packages have registered."""
-    known = {name for component in _OURS for name in (component.name, *component.aliases)}
-    return [*_OURS, *(Component(name, (name,)) for name in registry.names() if name not in known)]
+    own_names = {name for component in _OURS for name in (component.name, *component.aliases)}
+    return [*_OURS, *(Component(name, (name,)) for name in registry.names() if name not in own_names)]
 
 
 def find(names: Sequence[str]) -> list[Component]:
     """Return the components of some names or aliases, each once; an InvalidValueError for an unknown one lists them."""
     by_name = {name: component for component in components() for name in (component.name, *component.aliases)}
     if unknown := [name for name in names if name not in by_name]:
-        known = ", ".join(component.extra or component.name for component in components())
-        msg = f"doctor does not look at {', '.join(unknown)}; it looks at {known}"
+        choices = ", ".join(component.extra or component.name for component in components())
+        msg = f"doctor does not look at {', '.join(unknown)}; it looks at {choices}"
         raise InvalidValueError(msg)
     return list(dict.fromkeys(by_name[name] for name in names))
 
@@ -81,7 +81,7 @@ def examine(name: str) -> Finding:
 
 
 def probe(component: Component) -> Details:
-    """Import and use one component, and return what it found, with the versions of its modules."""
+    """Import and use one component, and return the details, with the versions of its modules."""
     modules = [importlib.import_module(module) for module in component.modules]
     details = component.use() if component.use else _adapter(component.name)
     return {"versions": {module.__name__: getattr(module, "__version__", "unknown") for module in modules}} | details
@@ -105,10 +105,10 @@ def _arrays(backend: Backend) -> Details:
         grads = [xp.asarray(values, dtype=xp.float32) for values in ([1024.0, -2048.0], [last])]
         unscaled, nonfinite = backend.unscale(grads, state, out=grads)
         results += [unscaled[0], nonfinite, policy.update(state, nonfinite=nonfinite).scale]
-    found = backend.read(xp.concat([xp.astype(xp.reshape(array, (-1,)), xp.int32) for array in results]))
+    answer = backend.read(xp.concat([xp.astype(xp.reshape(array, (-1,)), xp.int32) for array in results]))
     right = [1024, -2048, 1, -2, 0, 1024, 1, -2, 1, 512]
-    if found != right:
-        msg = f"{backend.name!r} gives a wrong answer for scale and unscale: {found}, not {right}"
+    if answer != right:
+        msg = f"{backend.name!r} gives a wrong answer for scale and unscale: {answer}, not {right}"
         raise BackendError(msg)
     return {"did": "scale, unscale, update"}
 

@@ -61,8 +61,8 @@ def simulate(
 
 def _policy(text: str) -> Policy:
     """Return the policy of ``name:setting=value,...``."""
-    name, _, listed = text.partition(":")
-    settings = (item.partition("=") for item in listed.split(",") if item)
+    name, _, options = text.partition(":")
+    settings = (item.partition("=") for item in options.split(",") if item)
     return presets.named(name, **{setting: _value(value) for setting, _, value in settings})
 
 
@@ -75,11 +75,11 @@ def _value(text: str) -> object:
 
 
 def _read(trace: str) -> Gradients:
-    """Return the gradients of a log, or of steps given as letters."""
+    """Return the gradients of a log, or of steps written as letters."""
     # Path's exists() raises for steps that are too many for a file's name.
     if trace == "-" or os.path.exists(trace):  # noqa: PTH110
         rows = list(read_log("/dev/stdin" if trace == "-" else trace))
-        steps = map(_moving, rows, [{}, *rows])
+        steps = map(_as_step, rows, [{}, *rows])
         return Gradients([_largest(step) for step in steps if step is not None])
     try:
         return recorded(trace)
@@ -88,15 +88,15 @@ def _read(trace: str) -> Gradients:
         raise InvalidValueError(msg) from None
 
 
-def _moving(row: LogRow, before: LogRow) -> LogRow | None:
-    """Return a row as that of one step; None if no step moved the scale, as those of spikes and refusals do not."""
+def _as_step(row: LogRow, before: LogRow) -> LogRow | None:
+    """Return a row as that of one step; None if no step affects the scale, as those of spikes and refusals do not."""
     if not was_skipped(row) or row.get("reason") == "overflow":
         return row
     now, last = _counts(row), {} if row.get("iteration") == 1 else _counts(before)
     if now is None or last is None:
         return None if row.get("reason") in KEEPS_SCALE_NAMES else row
-    moved = [name for name in ("overflow", "taken") if now.get(name, 0) > last.get(name, 0)]
-    return row | {"skipped": moved[0] == "overflow"} if moved else None
+    outcomes = [name for name in ("overflow", "taken") if now.get(name, 0) > last.get(name, 0)]
+    return row | {"skipped": outcomes[0] == "overflow"} if outcomes else None
 
 
 def _counts(row: LogRow) -> dict[str, int] | None:

@@ -20,19 +20,19 @@ from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTy
 from gradscale.policies import spikes
 from gradscale.policies.dynamic import DynamicScale
 
-_Made: TypeAlias = Callable[[object], Array]
+_AsArray: TypeAlias = Callable[[object], Array]
 _Arrays: TypeAlias = Sequence[Array]
 
 _CORE = Backend()
 _SMALLEST = validation.SMALLEST_NORMAL
 _SCALES = (1.0, 2.0**-10, 2.0**127, _SMALLEST, 1.0, 65536.0, 3.0)
-# The scale that is known to be 1. It and those after it have large arrays, and many, each scale in a third of the ways;
+# The constant scale of 1. It and those after it have large arrays, and many, each scale in a third of the ways;
 # those after it also have bad values at each place in turn: an adapter may treat powers of two, and the others, apart.
 _UNIT = 4
 _FACTORS = (1.0, 0.5, 0.3, 0.0)
 _TRACKERS = (2**24 + 1, 2**30 + 1, 2**31 - 1)  # float32 has none of them
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (3, 5), (5, 3), (1031,), (0,), (2, 0, 3))
-# Compilers and kernels take large arrays apart, and lists of many: 200,014 elements, and 300 arrays of 5 shapes.
+# Compilers and kernels split large arrays, and lists of many: 200,014 elements, and 300 arrays of 5 shapes.
 _PIECES, _SMALL = 194, 5
 # Bad elements in the first, middle and last block, and bad arrays, of which 256 are 0 in 8 bits.
 _BAD_ELEMENTS = (0, 9000, 18_000, 100_007, 120_007, 140_007, 198_013, 199_013, 200_013)
@@ -40,7 +40,7 @@ _BAD_ARRAYS = ((150, 151), (0, 256), (299, 300))
 _BAD = (math.inf, -math.inf, math.nan)
 _IN_PLACE = ("in place with gaps", "in place from the back", "in place")
 _WAYS = (*_IN_PLACE, "new arrays", "new arrays of float32", "into arrays of float32")
-# They grow, back off, tolerate, stop at bounds and raise within these counts.
+# Policies that grow, back off, tolerate, stop at bounds and raise within these counts.
 _RULES = (
     DynamicScale(init_scale=3.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2, hysteresis=2, max_scale=9.0),
     DynamicScale(init_scale=4.0, growth_interval=1, tolerance=0.3, min_scale=2.0, at_min="raise"),
@@ -105,7 +105,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
             [xp.asarray(x, dtype=widest, **device_kwargs(device)) for x in _SQUARES], (0.0, 2.5, math.inf)
         )
         _check_member(backend, "clip_factor", [*norms])
-    factors, trackers, counts = ([_made(xp, device, x) for x in xs] for xs in (_FACTORS, _TRACKERS, _COUNTS))
+    factors, trackers, counts = ([_asarray(xp, device, x) for x in xs] for xs in (_FACTORS, _TRACKERS, _COUNTS))
     for policy in _RULES if "update" in overridden else ():
         calls = [(policy, policy.init(like), counts[0])]
         for count in counts[1:]:
@@ -142,10 +142,10 @@ def _check_reading(backend: Backend, xp: ModuleType, device: object) -> None:
         xp.asarray(numbers, dtype=xp.int32, **device_kwargs(device)),
         xp.zeros((2,), dtype=xp.float32, **device_kwargs(device)),
     )
-    got, (made, _) = backend.read(array), [backend.integers(values, pair) for values in (numbers, numbers[::-1])]
+    got, (integers, _) = backend.read(array), [backend.integers(values, pair) for values in (numbers, numbers[::-1])]
     _expect("what read gives, and its types,", (got, {type(value) for value in got}), (numbers, {int}))
-    _expect("the dtype and shape of integers", _form(made), _form(array))
-    _expect("integers", backend.read(made), numbers)
+    _expect("the dtype and shape of integers", _form(integers), _form(array))
+    _expect("integers", backend.read(integers), numbers)
     placed = xp.zeros((), dtype=xp.float32, **device_kwargs(backend.placement(pair)))
     _expect("the sum of an array and of a 0-d one where placement says", _form(placed + pair), _form(pair))
     seen = backend.peek([xp.asarray(1.5, dtype=xp.float32, **device_kwargs(device)), array[-1] * 0 - 7])
@@ -162,26 +162,26 @@ def _check_summaries(backend: Backend, sets: Sequence[Sequence[Array]]) -> None:
     wanted = summaries.summaries_of(values, backend.read(summaries.summarize_arrays(values)))
     if dtype in (xp.float32, getattr(xp, "float64", None)):
         tiny = 2.0**-126 if dtype == xp.float32 else 2.0**-1022
-        # Made from Python's numbers, and not computed.
+        # From Python's numbers, not computed.
         values.append(
             xp.asarray([tiny / 2, -tiny / 2, tiny, 0.0, -0.0], dtype=dtype, **device_kwargs(device_of(values[0])))
         )
         wanted.append(summaries.Summary(5, 0, 0, 2, 2, tiny))
-    given = _copied(values)
-    for x, want, got in zip(values, wanted, backend.read_summaries(given)[0], strict=True):
+    copies = _copied(values)
+    for x, want, got in zip(values, wanted, backend.read_summaries(copies)[0], strict=True):
         if got != want:
             _fail(f"summarize of {x!r}, dtype {dtype}, must say {want}, got {got}")
-    _expect_same(backend, "summarize", given, values)
+    _expect_same(backend, "summarize", copies, values)
 
 
 def _check_subnormals(backend: Backend, like: Array, scale: float) -> None:
-    """Check ``unscale`` on float32 subnormals, given and made, against Python's numbers."""
+    """Check ``unscale`` of and to float32 subnormals against Python's numbers."""
     xp, device = array_namespace(like), device_of(like)
     parts = (2.0, 1.5, 1.0, 0.75, 0.3, 2.0**-22, 2.0**-23)
     values = [sign * validation.round_to_float32(_SMALLEST * part) for part in parts for sign in (1.0, -1.0)]
-    given = xp.asarray(values, dtype=xp.float32, **device_kwargs(device))
-    (made,), _ = backend.unscale([given], DynamicScale(init_scale=scale).init(like))
-    bits = backend.bits(made)
+    grad = xp.asarray(values, dtype=xp.float32, **device_kwargs(device))
+    (unscaled,), _ = backend.unscale([grad], DynamicScale(init_scale=scale).init(like))
+    bits = backend.bits(unscaled)
     if bits is None:
         return
     is_lost, inverse = _loses_subnormals(backend, xp, device), validation.round_to_float32(1.0 / scale)
@@ -191,8 +191,8 @@ def _check_subnormals(backend: Backend, like: Array, scale: float) -> None:
         may_be_0 = is_lost and min(abs(value), abs(kept)) < _SMALLEST
         right = (kept, math.copysign(0.0, value)) if may_be_0 else (kept,)
         if got not in map(validation.bits_of_float32, right):
-            wanted, found = f"{kept!r}{' or 0' * is_lost}", validation.float32_from_bits(got)
-            _fail(f"unscale of {value!r}, scale {scale}, must give {wanted}, since {who}, got {found!r}")
+            wanted, number = f"{kept!r}{' or 0' * is_lost}", validation.float32_from_bits(got)
+            _fail(f"unscale of {value!r}, scale {scale}, must give {wanted}, since {who}, got {number!r}")
 
 
 def _value_sets(xp: ModuleType, device: object, dtype: object) -> tuple[list[list[Array]], ...]:
@@ -227,10 +227,10 @@ def _value_sets(xp: ModuleType, device: object, dtype: object) -> tuple[list[lis
 
 
 def _check_member(backend: Backend, member: str, calls: Sequence[tuple[object, ...]], way: str = "new arrays") -> None:
-    """Check a function against the pure one, and what it was given; results are compared when it has made all."""
-    given = [_copied(args, way) for args in calls]
-    results = [getattr(backend, member)(*args) for args in given]
-    for args, own, result in zip(calls, given, results, strict=True):
+    """Check a function against the pure one, after all calls, and that its arguments are not modified."""
+    copies = [_copied(args, way) for args in calls]
+    results = [getattr(backend, member)(*args) for args in copies]
+    for args, own, result in zip(calls, copies, results, strict=True):
         case, values = f"{member} by {args[-1]!r}", _arrays(args)
         _expect_arrays(backend, case, _arrays(result), _arrays(getattr(_CORE, member)(*args)), values)
         if member != "multiply_in_place":
@@ -244,9 +244,9 @@ def _check_unscale(
     xp, oracle, before = array_namespace(state.scale), getattr(_CORE, member), _copied(state)
     expected = [[oracle(values, state, dtype=dtype) for values in sets] for dtype in (None, xp.float32)]
     for way in ways:
-        case, given = f"{member} by {state.scale!r}, {way}", [_copied(values, way) for values in sets]
-        results = [getattr(backend, member)(xs, state, **_options(xp, xs, way)) for xs in given]
-        for values, xs, result, pure in zip(sets, given, results, expected["float32" in way], strict=True):
+        case, copies = f"{member} by {state.scale!r}, {way}", [_copied(values, way) for values in sets]
+        results = [getattr(backend, member)(xs, state, **_options(xp, xs, way)) for xs in copies]
+        for values, xs, result, pure in zip(sets, copies, results, expected["float32" in way], strict=True):
             (got, count, *sums), (wanted, total, *wanted_sums) = result, pure
             _expect(f"{case}: the dtype and shape of the count", _form(count), _form(total))
             highest = _host(backend, total)
@@ -266,17 +266,17 @@ def _check_unscale(
         _expect_same(backend, case, state, before)
 
 
-def _options(xp: ModuleType, given: list[Array], way: str) -> dict[str, object]:
+def _options(xp: ModuleType, grads: list[Array], way: str) -> dict[str, object]:
     """Return the options that tell ``unscale`` where to write; complex arrays stay complex."""
     if way == "into arrays of float32":
         out = [
             xp.zeros(
                 x.shape, dtype=x.dtype if kind_of(x) is Kind.COMPLEX else xp.float32, **device_kwargs(device_of(x))
             )
-            for x in given
+            for x in grads
         ]
         return {"out": out}
-    return {"new arrays": {}, "new arrays of float32": {"dtype": xp.float32}}.get(way, {"out": given})
+    return {"new arrays": {}, "new arrays of float32": {"dtype": xp.float32}}.get(way, {"out": grads})
 
 
 def _copied(arguments: Any, way: str = "new arrays") -> Any:
@@ -298,9 +298,9 @@ def _arrays(arguments: object) -> _Arrays:
     return [x for x in tree.flatten(arguments)[0] if is_array_api_obj(x)]
 
 
-def _expect_same(backend: Backend, case: str, given: _Arrays, values: _Arrays) -> None:
-    if not _same(backend, given, values):
-        _fail(f"{case}: the given {values!r} was modified to {given!r}")
+def _expect_same(backend: Backend, case: str, arrays: _Arrays, values: _Arrays) -> None:
+    if not _same(backend, arrays, values):
+        _fail(f"{case}: the given {values!r} was modified to {arrays!r}")
 
 
 def _host(backend: Backend, x: Array | int) -> int:
@@ -387,7 +387,7 @@ def check_library(like: Array) -> None:
     _require(xp, like)
     for check in (_check_bits, _check_policy, _check_selection, _check_clipping, _check_counts, _check_spikes):
         try:
-            check(functools.partial(_made, xp, device_of(like)))
+            check(functools.partial(_asarray, xp, device_of(like)))
         except (AssertionError, GradscaleError):
             raise
         except Exception as error:
@@ -411,7 +411,7 @@ def _require(xp: ModuleType, like: Array) -> None:
         raise BackendNotAvailableError(msg)
 
 
-def _made(xp: ModuleType, device: object, values: object) -> Array:
+def _asarray(xp: ModuleType, device: object, values: object) -> Array:
     """Return one int or a list of them as int32, and floats as float32."""
     is_integral = isinstance(values[0] if isinstance(values, list) else values, int)
     return xp.asarray(values, dtype=xp.int32 if is_integral else xp.float32, **device_kwargs(device))
@@ -420,17 +420,17 @@ def _made(xp: ModuleType, device: object, values: object) -> Array:
 def _expect_values(what: str, got: Array, values: object) -> None:
     """Check an array against Python's numbers; the library compares them, and one flag is read."""
     xp = array_namespace(got)
-    wanted = _made(xp, device_of(got), values)
+    wanted = _asarray(xp, device_of(got), values)
     _expect(f"the dtype and shape of {what}", _form(got), _form(wanted))
     if not _all(_CORE, got == wanted):
         _fail(f"{what} must be {wanted!r}, got {got!r}")
 
 
-def _check_bits(made: _Made) -> None:
+def _check_bits(asarray: _AsArray) -> None:
     """Check scaling and unscaling, the count of bad values and the fingerprint against Python's numbers."""
     round32 = validation.round_to_float32
     values = [1.0, -2.5, 0.0, 3.0, 65504.0, 2.0**-100]
-    x = made(values)
+    x = asarray(values)
     for scale in (65536.0, 3.0, 2.0**-10):
         state, inverse = DynamicScale(init_scale=scale).init(x), round32(1.0 / scale)
         _expect_values("the fingerprint", _CORE.fingerprint(state), [validation.bits_of_float32(scale), 0, 0, 0])
@@ -439,28 +439,28 @@ def _check_bits(made: _Made) -> None:
         _expect_values(f"unscale of {values} by {scale}", unscaled, [round32(value * inverse) for value in values])
         _expect_values("the count of clean values", count, 0)
         for bad, place in itertools.product(_BAD, range(len(values))):
-            spoilt = made([*values[:place], bad, *values[place + 1 :]])
+            spoilt = asarray([*values[:place], bad, *values[place + 1 :]])
             _, count = _CORE.unscale([x, spoilt, x, spoilt], state)
             _expect_values(f"the count with {bad} at place {place} of 2 arrays", count, 2)
 
 
-def _check_policy(made: _Made) -> None:
+def _check_policy(asarray: _AsArray) -> None:
     policy = DynamicScale(init_scale=8.0, growth_interval=2)
-    state = policy.init(made(0.0))
+    state = policy.init(asarray(0.0))
     for count, scale in ((0, 8.0), (0, 16.0), (3, 8.0), (0, 8.0), (1, 4.0)):
-        state = policy.update(state, nonfinite=made(count))
+        state = policy.update(state, nonfinite=asarray(count))
         _expect_values(f"the scale after a count of {count}", state.scale, scale)
 
 
-def _check_selection(made: _Made) -> None:
+def _check_selection(asarray: _AsArray) -> None:
     for count, value in ((0, 1.0), (1, 2.0)):
-        (chosen,) = ops.select(made(count) == made(0), [made([1.0, 1.0])], [made([2.0, 2.0])])
+        (chosen,) = ops.select(asarray(count) == asarray(0), [asarray([1.0, 1.0])], [asarray([2.0, 2.0])])
         _expect_values(f"select for a count of {count}", chosen, [value, value])
 
 
-def _check_clipping(made: _Made) -> None:
-    state = DynamicScale(init_scale=1.0).init(made(0.0))
-    unscaled, _, squares = _CORE.unscale_with_squares([made([3.0, 0.0]), made([-4.0])], state)
+def _check_clipping(asarray: _AsArray) -> None:
+    state = DynamicScale(init_scale=1.0).init(asarray(0.0))
+    unscaled, _, squares = _CORE.unscale_with_squares([asarray([3.0, 0.0]), asarray([-4.0])], state)
     norm, factor, overflows = _CORE.clip_factor(squares, 2.5)
     clipped = _CORE.multiply_in_place(unscaled, factor)
     _expect_values("the norm of [3, 0] and [-4]", norm, 5.0)
@@ -471,19 +471,19 @@ def _check_clipping(made: _Made) -> None:
     _expect_values("the clipped [3, 0]", clipped[0], [validation.round_to_float32(3.0 * by), 0.0])
 
 
-def _check_counts(made: _Made) -> None:
-    found, _ = _CORE.read_summaries([made([1.0, math.nan, math.inf, 0.0, -3.0])])
-    _expect("the summary of 5 values", found, [summaries.Summary(5, 1, 1, 1, 0, 3.0)])
+def _check_counts(asarray: _AsArray) -> None:
+    results, _ = _CORE.read_summaries([asarray([1.0, math.nan, math.inf, 0.0, -3.0])])
+    _expect("the summary of 5 values", results, [summaries.Summary(5, 1, 1, 1, 0, 3.0)])
 
 
-def _check_spikes(made: _Made) -> None:
+def _check_spikes(asarray: _AsArray) -> None:
     rule = spikes.SkipSpikes(window=4)
-    state = rule.init(made(0.0))
+    state = rule.init(asarray(0.0))
     for value, expected in ((2.0, 0), (2.5, 0), (1.5, 0), (9.0, 1), (2.0, 0), (math.nan, 1)):
-        is_spike = rule.judge(state, made(value))
+        is_spike = rule.judge(state, asarray(value))
         xp = array_namespace(is_spike)
         _expect_values(f"whether {value} is a spike", xp.astype(is_spike, xp.int32), expected)
-        state = rule.learn(state, made(value), skipped=is_spike)
+        state = rule.learn(state, asarray(value), skipped=is_spike)
     _expect_values("the window of spikes", state.values, [2.0, 2.5, 1.5, 2.0])
 
 
@@ -507,7 +507,7 @@ def check_collectives(collectives: Collectives, like: Array, *, repetitions: int
     >>> gradscale.testing.run_ranks(2, check)
     [None, None]
     """
-    make = functools.partial(_made, array_namespace(like), device_of(like))
+    make = functools.partial(_asarray, array_namespace(like), device_of(like))
     backend = registry.backend_for(like)
     rank, size = collectives.rank, collectives.size
     if not 0 <= rank < size:
