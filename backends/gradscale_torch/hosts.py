@@ -118,7 +118,7 @@ def framework_flags_of(iteration: Iteration, progress: Progress) -> FrameworkFla
         )
         pending.is_placeholder = True
     if not isinstance(pending.override, FrameworkFlags):
-        target, flags = pending.state.scale.device, dict(pending.found.flags or {})
+        target, flags = pending.state.scale.device, dict(pending.findings.flags or {})
         if (
             pending.is_judged_late
             or pending.is_judged_by_host

@@ -79,7 +79,7 @@ def _fused_step(step: Step) -> Iterator[None]:
         iteration.verdict(progress)
     pending = progress.pending
     assert pending is not None
-    findings, state = pending.found, pending.state
+    findings, state = pending.findings, pending.state
     target = state.scale.device
     fresh = _without_momentum(optimizer)
     is_on_cpu = devices.is_on_cpu(state.scale)
@@ -147,7 +147,7 @@ def _note_left_scaled(step: Step) -> None:
     """Record that the optimizer has unscaled by itself, if so, until its gradients are unscaled by the scaler."""
     parameters = step.iteration.parts.cache.get(id(step.optimizer))
     pending = step.progress.pending
-    if parameters is not None and pending is not None and pending.found.is_scaled:
+    if parameters is not None and pending is not None and pending.findings.is_scaled:
         parameters.left_scaled = True
 
 

@@ -38,12 +38,12 @@ _LOWEST_INT32 = -(2**31)
 OF_ALL_RANKS = BackendError, CollectiveTimeoutError, ScaleDesyncError
 """The errors that end an agreement: what ranks differ in, on all of them, and what one has waited for in vain."""
 
-# Seconds in which the other ranks answer one that tells what it holds.
+# Seconds in which the other ranks answer a rank that sends its claim.
 _PATIENCE = 5.0
 
 
 class _Common:
-    """A record that the scalers of this process over one group share."""
+    """What all scalers over one group must number alike: how many there were, how often ranks differed."""
 
     scalers = 0
     """How many the group has had."""
@@ -69,7 +69,7 @@ def _is_weak(group: object) -> bool:
     return False
 
 
-class KnownOptimizer(NamedTuple):
+class OptimizerLabel(NamedTuple):
     """An optimizer as ranks compare it."""
 
     number: int
@@ -83,7 +83,7 @@ class KnownOptimizer(NamedTuple):
 class Agreement:
     """With whom a scaler agrees, why it cannot go on, and the numbers by which ranks tell their messages apart.
 
-    ``groups`` is None while they are not known (``is_unjoined``), and empty for a process that decides alone.
+    ``groups`` is None before a scaler has joined any (``is_unjoined``), and empty for a process that decides alone.
     ``options`` are those of the scaler that must be the same on all ranks. After a ``failure`` the iteration can only
     be abandoned.
     """
@@ -101,7 +101,7 @@ class Agreement:
         # Why the groups can no longer be used.
         self._lost: BackendError | CollectiveTimeoutError | None = None
         # This scaler's number in each of the library's own groups, which it has again if it joins one again.
-        self._had: IdentityMap[int] = IdentityMap()
+        self._numbers_by_group: IdentityMap[int] = IdentityMap()
         self._names: IdentityMap[str] = IdentityMap()
         # Of a pickle or a deep copy, whose optimizers may be other objects.
         self._lost_names: set[str] = set()
@@ -120,13 +120,13 @@ class Agreement:
         self._identity = 0
 
     def _forget_counts(self) -> None:
-        self._optimizers: IdentityMap[KnownOptimizer] = IdentityMap()
+        self._optimizers: IdentityMap[OptimizerLabel] = IdentityMap()
         # How many optimizers there were: a list, which copies share.
         self._count = [0]
 
     @property
     def groups(self) -> Sequence[Collectives]:
-        """The groups to agree over; empty for a process that decides alone. CallOrderError while they are not known."""
+        """The groups to agree over; empty for a process that decides alone. CallOrderError before it has joined any."""
         if self._groups is None:
             msg = "this scaler was unpickled and has no group yet: call set_group(group) on every rank first"
             raise CallOrderError(msg)
@@ -218,16 +218,16 @@ class Agreement:
         return self.groups if self._groups is None else self._groups
 
     def example(self, current: CurrentScale, number: int) -> Array | None:
-        """Return an array for a rank that has none; None if it need not take part. CallOrderError without a library."""
+        """Return an array for a rank that has none; None if it decides alone. CallOrderError without a library."""
         if self.is_alone:
             return None
         example: Callable[[], Array] | None = getattr(self.groups[0], "example", None)
-        found, theirs = current.example(), None if example is None else example()
-        if found is None or (theirs is not None and array_namespace(theirs) is array_namespace(found)):
+        own, theirs = current.example(), None if example is None else example()
+        if own is None or (theirs is not None and array_namespace(theirs) is array_namespace(own)):
             # Where the group carries it, as the other ranks' arrays.
-            found = theirs
-        if found is not None:
-            return found
+            own = theirs
+        if own is not None:
+            return own
         msg = (
             f"{whereabouts(self.groups, number)} has seen no array yet, so it is not known in which library it takes "
             f'part: pass backend= (such as backend="numpy") to a scaler whose rank may hold no gradients'
@@ -245,50 +245,50 @@ class Agreement:
         return self._identity
 
     def settings_text(self, policy: Policy) -> str:
-        """Return in words the settings that :meth:`identify` hashes."""
+        """Return in words the settings that :meth:`settings_hash` hashes."""
         return ", ".join(
             [short_repr(policy), *(f"{name}={short_repr(value)}" for name, value in self._options.items())]
         )
 
-    def known_optimizer(self, optimizer: object) -> KnownOptimizer:
+    def label_of(self, optimizer: object) -> OptimizerLabel:
         """Return an optimizer as the ranks compare it."""
-        known = self._optimizers.get(id(optimizer))
+        label = self._optimizers.get(id(optimizer))
         groups = getattr(optimizer, "param_groups", None)
         size = len(groups) if isinstance(groups, Sized) else 0
-        if known is None or known.size != size:
+        if label is None or label.size != size:
             name = self._names.get(id(optimizer))
             if name is None and self._lost_names:
                 text = "copies of optimizers have no names after unpickling or copying: call name() for those named"
                 msg = f"{text} {sorted(self._lost_names)}, got a {type(optimizer).__name__} without a name"
                 raise CallOrderError(msg)
-            number = self._count[0] if known is None else known.number
-            self._count[0] += known is None
+            number = self._count[0] if label is None else label.number
+            self._count[0] += label is None
             kind = type(optimizer).__qualname__ + (f" with {size} param_groups" if size else "")
             # With a name, ranks may hold other parts of a model, such as the stages of a pipeline.
-            known = KnownOptimizer(number, size, kind if name is None else f"named {name!r}")
-            self._optimizers.set(optimizer, known)
-        return known
+            label = OptimizerLabel(number, size, kind if name is None else f"named {name!r}")
+            self._optimizers.set(optimizer, label)
+        return label
 
     def name(self, optimizer: object, name: str) -> None:
         """Compare a name of an optimizer with the other ranks' instead of its class and number of ``param_groups``."""
         self._names.set(optimizer, name)
         self._lost_names.discard(name)
-        known = self._optimizers.get(id(optimizer))
-        if known is not None:
-            self._optimizers.set(optimizer, known._replace(size=-1))
+        label = self._optimizers.get(id(optimizer))
+        if label is not None:
+            self._optimizers.set(optimizer, label._replace(size=-1))
 
     def number_over(self, collectives: Collectives) -> int:
         """Return the number of this scaler over a group, counted when it joins the group or first sends over it."""
         number = self._own_numbers.get(id(collectives))
         if number is None:
             group = getattr(collectives, "identity", collectives)
-            common, number = self.common_of(collectives), self._had.get(id(group))
+            common, number = self.common_of(collectives), self._numbers_by_group.get(id(group))
             if number is None:
                 number = common.scalers
                 common.scalers += 1
-                self._had.set(group, number)
+                self._numbers_by_group.set(group, number)
             self._own_numbers.set(collectives, number)
-            if all(known is not common for known, _ in self._counted_since):
+            if all(other is not common for other, _ in self._counted_since):
                 self._counted_since.append((common, common.differences))
         return number
 
@@ -410,21 +410,21 @@ class Ballot:
         if self._failure is not None:
             raise self._failure
         own = claims.with_other_hash(None, list(sent), self._hashes[0], self._hashes[-1]) if self._hashes else sent
-        found = claims.outcome(agreed, own)
-        if found is not Outcome.ONE_STATE:
+        outcome = claims.outcome(agreed, own)
+        if outcome is not Outcome.ONE_STATE:
             for collectives in self._groups:
                 self.agreement.common_of(collectives).differences += 1
-            self._failure = self._error(found, agreed, own, policy, is_late=is_late)
+            self._failure = self._error(outcome, agreed, own, policy, is_late=is_late)
             raise self._failure
         return claims.verdict_of(agreed, own)
 
     def _error(
-        self, found: Outcome, agreed: Sequence[int], own: Sequence[int], policy: Policy, *, is_late: bool
+        self, outcome: Outcome, agreed: Sequence[int], own: Sequence[int], policy: Policy, *, is_late: bool
     ) -> ScaleDesyncError:
         where = whereabouts(self._groups, self._number)
-        if found is Outcome.FOREIGN:
+        if outcome is Outcome.FOREIGN:
             return claims.foreign_message(where)
-        if found is Outcome.FAILED:
+        if outcome is Outcome.FAILED:
             return ScaleDesyncError(
                 f"rank {claims.verdict_of(agreed, own).by} cannot unscale its gradients, seen by {where}: the error on "
                 f"that rank says why. No rank takes this step. Once they are right, load one checkpoint on every rank, "
@@ -433,12 +433,12 @@ class Ballot:
         settings = self.agreement.settings_text(policy)
         differing = silence = ending = ""
         cause: Exception | None = None
-        if found is Outcome.DIFFERENT and not is_late:
+        if outcome is Outcome.DIFFERENT and not is_late:
             try:
-                differing = self._told(own, settings)
+                differing = self._exchange_details(own, settings)
             except (BackendError, TimeoutError) as error:
                 silence, cause = "some rank has not told its own in time", error
-        elif found is Outcome.DETAILS:
+        elif outcome is Outcome.DETAILS:
             silence = "this one has not told its own"
         if silence:
             # The last message may still be under way.
@@ -447,7 +447,7 @@ class Ballot:
         if not differing:
             claim = ", ".join(f"{name}={value}" for name, value in self._claims[-1]._asdict().items())
             here = f"what this rank holds is {claim}, {settings}"
-            before = "a message before this one, of which the other ranks tell; " * (found is Outcome.DETAILS)
+            before = "a message before this one, of which the other ranks tell; " * (outcome is Outcome.DETAILS)
             differing = "; ".join([*claims.spread_of(agreed, own), f"{before}{here}"])
         failure = ScaleDesyncError(
             f"ranks hold different states, seen by {where}: {differing}. No rank takes this step. Load "
@@ -457,7 +457,7 @@ class Ballot:
         failure.__cause__ = cause
         return failure
 
-    def _told(self, own: Sequence[int], settings: str) -> str:
+    def _exchange_details(self, own: Sequence[int], settings: str) -> str:
         """Tell the other ranks this rank's claim, and return in what they differ; empty if some rank tells nothing.
 
         Some ranks may have sent other messages since, so each rank first says that it tells, until all say so at once.
@@ -465,20 +465,20 @@ class Ballot:
         before = ""
         for collectives, claim in zip(self._groups, self._claims, strict=True):
             asking = claims.details_message()
-            while (found := claims.outcome(self._answer(collectives, asking), asking)) is not Outcome.ONE_STATE:
-                if found is not Outcome.DIFFERENT:
+            while (outcome := claims.outcome(self._answer(collectives, asking), asking)) is not Outcome.ONE_STATE:
+                if outcome is not Outcome.DIFFERENT:
                     return before
             carry = functools.partial(self._carry, collectives)
             ranks = zip(*(gather_numbers(one.rank, collectives, carry) for one in self._groups), strict=True)
-            told = json.dumps([claims.claimed(own, claim, settings), before]).encode()
+            message = json.dumps([claims.claimed(own, claim, settings), before]).encode()
             # If several ranks tell the same, the first of them sends it.
-            hashes = gather_numbers(zlib.crc32(told) & 0x7FFFFFFF, collectives, carry)
+            hashes = gather_numbers(zlib.crc32(message) & 0x7FFFFFFF, collectives, carry)
             firsts = [hashes.index(one) for one in hashes]
-            texts = gather_texts(told if collectives.rank in firsts else b"", collectives, carry)
-            held, found_before = zip(*(json.loads(texts[first]) for first in firsts), strict=True)
-            differing = claims.difference(dict(zip(ranks, held, strict=True)))
+            texts = gather_texts(message if collectives.rank in firsts else b"", collectives, carry)
+            details, earlier = zip(*(json.loads(texts[first]) for first in firsts), strict=True)
+            differing = claims.difference(dict(zip(ranks, details, strict=True)))
             # Others may have differed over the groups before.
-            before = claims.joined([differing, *found_before])
+            before = claims.joined([differing, *earlier])
         return before
 
     def _carry(self, collectives: Collectives, values: Sequence[int]) -> list[int]:

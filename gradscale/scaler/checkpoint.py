@@ -30,13 +30,13 @@ class Loaded(NamedTuple):
     """The numbers by the names of ScaleState's fields."""
     iteration: int
     counts: dict[str, int]
-    """Those of steps; empty in older states."""
+    """How many steps there were of each kind; empty in older states."""
     steps: int
-    """How many were over, which the ranks of a group compare."""
+    """How many steps were over, which the ranks of a group compare."""
     windows: SavedWindows
-    """Those of a scaler with ``skip=``."""
+    """The windows of a scaler with ``skip=``."""
     streaks: list[SkipStreak]
-    """Those of a scaler with ``give_up_after=``."""
+    """The streaks of a scaler with ``give_up_after=``."""
 
 
 def build(
@@ -122,7 +122,7 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
     factors = {name: saved[name] for name in _STATIC_FACTORS}
     if isinstance(policy, DynamicScale):
         return dataclasses.replace(policy, **factors)
-    # A static scale, or a policy of the user's, has no factors to take over; they must be sane all the same.
+    # A static scale, or a policy of the user's, has no such factors; they must be sane all the same.
     if any(validation.number(name, value) != _STATIC_FACTORS[name] for name, value in factors.items()):
         DynamicScale(**factors)
     return policy
@@ -132,12 +132,12 @@ def _restore_policy(description: object) -> Policy:
     kinds = tuple(sorted(_KINDS))
     settings = validation.mapping("policy", description, f"a mapping with a kind out of {list(kinds)}")
     kind = _KINDS[validation.choice("the kind of the policy", settings.pop("kind", None), kinds)]
-    known = [field.name for field in dataclasses.fields(kind)]
-    unknown = [name for name in settings if name not in known]
+    names = [field.name for field in dataclasses.fields(kind)]
+    unknown = [name for name in settings if name not in names]
     if unknown:
         msg = (
             f"policy has settings that this gradscale does not know, got {key_names(unknown)}; a {kind.__name__} has "
-            f"{known}"
+            f"{names}"
         )
         raise InvalidValueError(msg)
     restored: Policy = kind(**settings)

@@ -4,9 +4,9 @@ A :class:`Claim` is what ranks must hold in common besides the state. Its hash t
 
     [nonfinite, limits, presence, scaled, code, stage, scale, three trackers, two of the hash, norm, negatives]
 
-After an element-wise MAX over the ranks, the first five are what any rank found (``code``: the gravest reason to skip
+After an element-wise MAX over the ranks, the first five are any rank's findings (``code``: the gravest reason to skip
 the step, and the lowest rank that has it, by :func:`reason_code`), and each of the next eight is minus the one of its
-negative exactly when all ranks hold one value, so that a rank that has drifted is found in the same message, on every
+negative exactly when all ranks hold one value, so that a rank that has drifted is seen in the same message, on every
 rank. What travels are integers: MAX over floats gives ranks different answers if one of them holds a NaN. Every message
 has this form and length, whatever the library of the sender's arrays.
 
@@ -100,15 +100,15 @@ class Claim(NamedTuple):
     message: int = 0
     """The number of the message in the iteration."""
     optimizer: int = 0
-    """The number of the optimizer, in the order in which the scaler has met them."""
+    """The number of the optimizer, in the order in which the scaler first used them."""
     scaler: int = 0
     """The number of the scaler, in the order in which the group has had them."""
     group: int = 0
     """The position of the group in the list."""
     settings: int = 0
-    """The number that ``Agreement.identify`` gives the scaler's policy and options."""
+    """The number that ``Agreement.settings_hash`` gives the scaler's policy and options."""
     steps: int = 0
-    """How many steps were made in the iterations before."""
+    """How many steps the iterations before have had."""
     max_norm: float | None = None
     checksum: str = ""
     """Of gradients that ranks hold alike, after a micro-batch was dropped."""
@@ -125,7 +125,7 @@ def hash_of(claim: Claim | None) -> tuple[int, ...]:
     return number >> 64 - _WORD_BITS, number & (1 << _WORD_BITS) - 1
 
 
-# Reasons to skip a step, and the verdict made of them.
+# Reasons to skip a step, and the verdict.
 
 
 class Reason(enum.IntEnum):
@@ -148,7 +148,7 @@ class Reason(enum.IntEnum):
     NO_GRADIENTS = 5
     """No rank has a gradient: an error on every rank. The flags of the message say it, and no code."""
     NOT_SCALED = 6
-    """There are gradients, and no rank has scaled since its state was made or loaded: as NO_GRADIENTS."""
+    """There are gradients, and no rank has scaled by its state, new or loaded: as NO_GRADIENTS."""
 
 
 class LossFault(enum.IntEnum):
@@ -205,7 +205,7 @@ class Presence(enum.IntEnum):
 
     NONE = 0
     ZEROS = 1
-    """Nothing but zeros; they are told from others only on a rank that has not scaled."""
+    """Nothing but zeros; only a rank that has not scaled tells them from others."""
     SOME = 2
 
 
@@ -219,7 +219,7 @@ class Verdict(NamedTuple):
     reason: Reason
     """Why no rank makes the step, if so."""
     by: int | None
-    """The lowest rank with this reason, or of a step that is made with a spike; None if there is none, or not known."""
+    """The lowest rank with this reason, or with a spike that skips nothing; None if the host cannot tell any."""
     nonfinite: int
     """Largest number of non-finite gradient arrays on any rank."""
     local_nonfinite: int
@@ -247,7 +247,7 @@ class Verdict(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """The findings of one rank, or of any rank of a group: numbers, or 0-d int32 of a device."""
+    """The five fields of a message whose MAX over the ranks makes the verdict: numbers, or 0-d int32 of a device."""
 
     nonfinite: Array = 0
     limits: Array = 0
@@ -260,15 +260,15 @@ class Flags(NamedTuple):
     code: Array = 0
 
 
-def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
+def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
     """Return the verdict that the ranks' findings give, of which the code is the gravest :func:`reason_code`."""
-    nonfinite, limits, presence, scaled, code = found
+    nonfinite, limits, presence, scaled, code = flags
     reason, by = reason_and_rank(code) if code else (Reason.STEPPED, None)
     if not reason and not presence:
         reason, by = Reason.NO_GRADIENTS, None
     by_loss = by is not None and fault_in(code) > 0
     if nonfinite and reason not in (Reason.OVERFLOW, Reason.FAILED):
-        # Of one that is counted on devices the rank is known if its loss is the cause.
+        # A count of devices names no rank; a bad loss does.
         reason, by = Reason.OVERFLOW, by if by_loss else None
     if not scaled and presence == Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by, by_loss = Reason.NOT_SCALED, None, False
@@ -293,12 +293,12 @@ def verdict_from(found: Flags, local_nonfinite: int, scale: float) -> Verdict:
 # The message that a rank sends.
 
 
-def pack_numbers(state: Numbers, words: Sequence[int], found: Flags, norm: float = 0.0) -> list[int]:
+def pack_numbers(state: Numbers, words: Sequence[int], flags: Flags, norm: float = 0.0) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
     # The trackers of a user's policy may be floats on the host.
     bits = _BITS.unpack(_STATE.pack(state[0], *map(int, state[1:])))
     fields = [_USUAL, *bits, *words, bits_of_float32(norm) if norm else 0]
-    return [*found, *fields, *map(operator.neg, fields)]
+    return [*flags, *fields, *map(operator.neg, fields)]
 
 
 def pack_arrays(
@@ -306,18 +306,18 @@ def pack_arrays(
     policy: Policy,
     state: ScaleState,
     words: Sequence[int],
-    found: Flags,
+    flags: Flags,
     norm: Array | float = 0.0,
 ) -> Array:
-    """Return the message of a state of arrays, 1-d int32, as :func:`of_numbers` does; no host read."""
+    """Return the message of a state of arrays, 1-d int32, as :func:`pack_numbers` does; no host read."""
     xp, like = array_namespace(state.scale), state.scale
     at_min_scale = policy.at_min_scale(state)
     if at_min_scale is not None:
-        if found.limits:
-            at_min_scale = found.limits + xp.astype(xp.asarray(at_min_scale), xp.int32)
-        found = found._replace(limits=at_min_scale)
+        if flags.limits:
+            at_min_scale = flags.limits + xp.astype(xp.asarray(at_min_scale), xp.int32)
+        flags = flags._replace(limits=at_min_scale)
     bits = bits_of_float32(norm) if isinstance(norm, float) else norm_bits(backend, norm)
-    fields: list[Array | int] = [*found, _USUAL, backend.fingerprint(state), *words, bits]
+    fields: list[Array | int] = [*flags, _USUAL, backend.fingerprint(state), *words, bits]
     # All numbers at once: on a device each copy is a launch.
     numbers = backend.integers([int(x) for x in fields if isinstance(x, int)], like)
     parts, used = [], 0
@@ -344,12 +344,12 @@ def pack_alone(backend: Backend, state: ScaleState, flags: Flags, words: Sequenc
 
 
 def unpack_alone(flags: Flags, values: Sequence[int]) -> tuple[Flags, Sequence[int], Sequence[int]]:
-    """Return the flags, the state as it travels, and the words, from what :func:`pack_alone` has given."""
+    """Return the flags, the state as it travels, and the words, from the values of :func:`pack_alone`."""
     unknown = iter(values)
-    known = Flags(*(x if isinstance(x, int) else next(unknown) for x in flags))
+    flags = Flags(*(x if isinstance(x, int) else next(unknown) for x in flags))
     rest = [*unknown]
-    is_float = known.nonfinite == _BITS_OF_ONE
-    return known._replace(nonfinite=1) if is_float else known, rest[: _HASH - _SCALE], rest[_HASH - _SCALE :]
+    is_float = flags.nonfinite == _BITS_OF_ONE
+    return flags._replace(nonfinite=1) if is_float else flags, rest[: _HASH - _SCALE], rest[_HASH - _SCALE :]
 
 
 def pack_values(words: Sequence[int], values: Sequence[int], stage: int = _CARRYING) -> list[int]:
@@ -364,7 +364,7 @@ def pack_failure(words: Sequence[int], rank: int) -> list[int]:
 
 
 def details_message() -> list[int]:
-    """Return the message of a rank that has met a difference, and waits until all ranks tell their claims."""
+    """Return the message of a rank that has seen a difference, and waits until all ranks send their claims."""
     return pack_values(hash_of(None), [0] * VALUES, _DETAILS)
 
 
@@ -432,12 +432,12 @@ class Outcome(enum.Enum):
     """How the ranks stand by an answer."""
 
     ONE_STATE = 0
-    """All ranks have sent this message, whatever they have found, and whatever values they carry."""
+    """All ranks have sent this message, whatever their findings and the values they carry."""
     DIFFERENT = 1
     FAILED = 2
     """Some rank's gradients cannot be unscaled."""
     DETAILS = 3
-    """Some rank has met a difference in a message before, and this rank has not."""
+    """Some rank has seen a difference in a message before, and this rank has not."""
     FOREIGN = 4
     """Some rank has sent another message than gradscale's."""
 
@@ -480,9 +480,9 @@ def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:
 _Rank: TypeAlias = tuple[int, ...]
 
 # How much an error of many ranks lists: fields, values and their characters; and of one field values or runs of ranks.
-_NAMED, _VALUES, _CHARACTERS, _LISTED = 4, 12, 720, 8
-# Characters of what is told over several groups.
-_LONGEST = 1800
+_MAX_FIELDS, _MAX_VALUES, _MAX_CHARACTERS, _MAX_OF_FIELD = 4, 12, 720, 8
+# Characters of the differences over several groups.
+_MAX_JOINED = 1800
 # The fields that are named if ranks make different calls.
 _OF_ANY_CALL = ("call", "iteration", "message", "optimizer", "scaler", "group")
 _NAMES = {
@@ -530,7 +530,7 @@ def spread_of(values: Sequence[int], own: Sequence[int]) -> list[str]:
 
 
 def claimed(own: Sequence[int], claim: Claim, settings: str) -> dict[str, object]:
-    """Return a telling to the other ranks: the state of a message, its claim, and the settings."""
+    """Return the details for the other ranks: the state of a message, its claim, and the settings."""
     state = {} if own[_STAGE] == _CARRYING else state_of(own)._asdict()
     # Ranks that hold the same gradients have about the same norm.
     return (
@@ -550,21 +550,21 @@ def foreign_message(where: str) -> ScaleDesyncError:
     )
 
 
-def difference(told: Mapping[_Rank, Mapping[str, Any]]) -> str:
-    """Say in what ranks differ, and which ranks hold what, by what each of them has told: some 20 lines at most."""
+def difference(details: Mapping[_Rank, Mapping[str, Any]]) -> str:
+    """Say in what ranks differ, and which ranks hold what, by the details of each: some 20 lines at most."""
     # By name and value, its text and the ranks that hold it.
-    held: dict[str, dict[object, tuple[str, list[_Rank]]]] = {}
-    for rank, claim in told.items():
+    values: dict[str, dict[object, tuple[str, list[_Rank]]]] = {}
+    for rank, claim in details.items():
         for name, value in claim.items():
             key, text = value if name == "settings" else (value, str(value))
-            held.setdefault(name, {}).setdefault(key, (text, []))[1].append(rank)
-    differing = [name for name, by_value in held.items() if len(by_value) > 1]
+            values.setdefault(name, {}).setdefault(key, (text, []))[1].append(rank)
+    differing = [name for name, by_value in values.items() if len(by_value) > 1]
     if "call" in differing:
         differing = [name for name in differing if name in _OF_ANY_CALL]
-    named, others = differing[:_NAMED], differing[_NAMED:]
-    count = min(_LISTED, _VALUES // max(1, len(named)))
-    room = _CHARACTERS // max(1, sum(min(count, len(held[name])) for name in named))
-    texts = [_described(name, list(held[name].values()), count, room) for name in named]
+    named, others = differing[:_MAX_FIELDS], differing[_MAX_FIELDS:]
+    count = min(_MAX_OF_FIELD, _MAX_VALUES // max(1, len(named)))
+    room = _MAX_CHARACTERS // max(1, sum(min(count, len(values[name])) for name in named))
+    texts = [_field_text(name, list(values[name].values()), count, room) for name in named]
     if others:
         texts.append(f"and also {', '.join(others)}")
     return "; ".join(texts)
@@ -573,27 +573,27 @@ def difference(told: Mapping[_Rank, Mapping[str, Any]]) -> str:
 def joined(differences: Iterable[str]) -> str:
     """Join the differences over several groups, as many as an error has room for."""
     texts = list(dict.fromkeys(filter(None, differences)))
-    kept = sum(length <= _LONGEST for length in itertools.accumulate(map(len, texts)))
-    shown, others = texts[: max(1, kept)], texts[max(1, kept) :]
+    kept = sum(length <= _MAX_JOINED for length in itertools.accumulate(map(len, texts)))
+    parts, others = texts[: max(1, kept)], texts[max(1, kept) :]
     if others:
-        shown.append(f"and {len(others)} more over other groups")
-    return "; ".join(shown)
+        parts.append(f"and {len(others)} more over other groups")
+    return "; ".join(parts)
 
 
-def _described(name: str, held: Sequence[tuple[str, Sequence[_Rank]]], count: int, room: int) -> str:
-    texts = [text for text, _ in held]
+def _field_text(name: str, values: Sequence[tuple[str, Sequence[_Rank]]], count: int, room: int) -> str:
+    texts = [text for text, _ in values]
     if name == "settings":
-        texts = _apart(texts)
-    shown = [
-        f"{text if len(text) <= room else text[:room] + '...'} on rank {_listed(ranks)}"
-        for text, (_, ranks) in zip(texts[:count], held, strict=False)
+        texts = _distinct_words(texts)
+    parts = [
+        f"{text if len(text) <= room else text[:room] + '...'} on rank {_ranks_text(ranks)}"
+        for text, (_, ranks) in zip(texts[:count], values, strict=False)
     ]
     more = f" | and {len(texts) - count} other values" if len(texts) > count else ""
     consequence = f" ({_CONSEQUENCES[name]})" if name in _CONSEQUENCES else ""
-    return f"{_NAMES.get(name, name)}: {' | '.join(shown)}{more}{consequence}"
+    return f"{_NAMES.get(name, name)}: {' | '.join(parts)}{more}{consequence}"
 
 
-def _apart(texts: Sequence[str]) -> list[str]:
+def _distinct_words(texts: Sequence[str]) -> list[str]:
     """Return of each text the words that some other does not have, or all of it if there is none."""
     words = [re.split(r"[(), ]+", text) for text in texts]
     common = set(words[0]).intersection(*words)
@@ -602,16 +602,16 @@ def _apart(texts: Sequence[str]) -> list[str]:
     ]
 
 
-def _listed(ranks: Sequence[_Rank]) -> str:
+def _ranks_text(ranks: Sequence[_Rank]) -> str:
     """Return ranks as text, such as ``0-61, 63``, with the ranks in each group of a list as ``0/1``."""
     # In a run the last number grows as the position does.
     numbered = itertools.groupby(enumerate(ranks), lambda item: (*item[1][:-1], item[1][-1] - item[0]))
     runs = [[rank for _, rank in run] for _, run in numbered]
     texts: list[str] = []
-    for run in runs[:_LISTED]:
+    for run in runs[:_MAX_OF_FIELD]:
         names = ["/".join(map(str, rank)) for rank in run]
         texts += names if len(names) < 3 else [f"{names[0]}-{names[-1]}"]
-    others = sum(map(len, runs[_LISTED:]))
+    others = sum(map(len, runs[_MAX_OF_FIELD:]))
     return ", ".join(texts) + (f" and {others} others" if others else "")
 
 
@@ -637,9 +637,9 @@ def require_one_version(values: Sequence[int], own: Sequence[int], where: str) -
     if len(values) != len(own) or any(map(operator.lt, values, own)):
         raise foreign_message(where)
     here, most, least = (f"{one >> 20}.{one >> 10 & 0x3FF}.{one & 0x3FF}" for one in (own[0], values[0], -values[1]))
-    found = f"two builds of version {here}" if least == most else f"versions from {least} to {most} (here {here})"
+    versions = f"two builds of version {here}" if least == most else f"versions from {least} to {most} (here {here})"
     msg = (
-        f"ranks run different versions of gradscale, seen by {where}: {found}. No rank takes this step. Install one "
+        f"ranks run different versions of gradscale, seen by {where}: {versions}. No rank takes this step. Install one "
         f"version on every rank"
     )
     raise ScaleDesyncError(msg)

@@ -1,4 +1,4 @@
-"""Clipping: to what norm gradients are clipped, and over which ranks that norm is taken."""
+"""Clipping: to what norm gradients are clipped, and over which ranks the norm is."""
 
 from __future__ import annotations
 

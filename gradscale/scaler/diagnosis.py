@@ -49,14 +49,14 @@ class Diagnosis:
 
     def __init__(self, parts: Parts, *, enabled: bool) -> None:
         self._current, self._agreement, self._reports = parts.current, parts.agreement, parts.reports
-        self._hooks, self._cache, self._tally = parts.current.adapter, parts.cache, parts.tally
+        self._adapter, self._cache, self._tally = parts.current.adapter, parts.cache, parts.tally
         self._enabled = enabled
 
     def of_overflow(self, optimizer: Optimizer, iteration: Iteration) -> OverflowReport:
         """Return the report on a step that is skipped now; from the third in a row on with weights and state."""
         before = self._tally.streak_of(optimizer).reasons.get("overflow", 0)
-        asked = DiagnosisOptions(state=before + 1 >= _SUSPICIOUS, is_by_itself=True)
-        return self.diagnose(optimizer, iteration, asked, gather=True)
+        options = DiagnosisOptions(state=before + 1 >= _SUSPICIOUS, is_by_itself=True)
+        return self.diagnose(optimizer, iteration, options, gather=True)
 
     def of_stall(self, optimizer: Optimizer, iteration: Iteration, ranks: Collection[int]) -> str:
         """Return the cause that this rank sees, or which ranks see it; empty if its arrays cannot be looked at."""
@@ -78,7 +78,7 @@ class Diagnosis:
         return text
 
     def diagnose(
-        self, optimizer: Optimizer, iteration: Iteration, asked: DiagnosisOptions, *, gather: bool
+        self, optimizer: Optimizer, iteration: Iteration, options: DiagnosisOptions, *, gather: bool
     ) -> OverflowReport:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
         progress = iteration.by_id(id(optimizer))
@@ -94,13 +94,13 @@ class Diagnosis:
         if gather and self._enabled:
             groups = (pending and pending.groups) or iteration.groups_for(optimizer)
         if not groups:
-            return OverflowReport.of([self._look(optimizer, iteration, progress, asked)], minimum)
+            return OverflowReport.of([self._rank_report(optimizer, iteration, progress, options)], minimum)
         if len(groups) > 1 and progress is not None and pending is not None and pending.is_begun:
             # A rank that has not called scale() has sent all of this message in unscale_, before the diagnosis.
             iteration.verdict(progress)
         failure: Exception | None = None
         try:
-            own = self._look(optimizer, iteration, progress, asked)
+            own = self._rank_report(optimizer, iteration, progress, options)
         except Exception as error:
             # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport(failure=f"{type(error).__name__}: {error}")
@@ -115,8 +115,8 @@ class Diagnosis:
 
     def count_nonfinite(self, leaves: Sequence[object]) -> Array | None:
         """Return how many arrays, of those on this rank, are not finite, 0-d int32; None without any. No host read."""
-        found = [self._hooks.values_of(leaf) for leaf in leaves if is_array_api_obj(leaf)]
-        floating = [x for x in found if x is not None and is_floating(x)]
+        values = [self._adapter.values_of(leaf) for leaf in leaves if is_array_api_obj(leaf)]
+        floating = [x for x in values if x is not None and is_floating(x)]
         if not floating:
             return None
         flags = [nonfinite_flag(x, device(floating[0])) for x in floating]
@@ -126,39 +126,39 @@ class Diagnosis:
         if _is_ready(progress) and self._enabled and iteration.scaled:
             return True
         if progress is not None and progress.stage is Stage.UNSCALED:
-            return progress.pending is not None and progress.pending.found.is_scaled
-        if not self._hooks.was_left_scaled(optimizer, self._cache):
+            return progress.pending is not None and progress.pending.findings.is_scaled
+        if not self._adapter.was_left_scaled(optimizer, self._cache):
             return False
         # An optimizer that unscales by itself does so only where it steps.
-        verdict = _known(progress)
+        verdict = _verdict_of(progress)
         return self._reports.last(optimizer).skipped if verdict is None else verdict.reason > 0
 
-    def _look(
-        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None, asked: DiagnosisOptions
+    def _rank_report(
+        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None, options: DiagnosisOptions
     ) -> RankReport:
-        """Look at this rank's arrays: one host read."""
+        """Return the report on this rank's arrays: one host read."""
         located = named_gradients(optimizer)
-        named = name_gradients(located, asked.names)
-        looked = self._choose(optimizer, named)
-        is_searched = asked.params is not None or not (asked.state is None or asked.state is False)
+        named = name_gradients(located, options.names)
+        rows = self._choose(optimizer, named)
+        is_searched = options.params is not None or not (options.state is None or options.state is False)
         if is_searched:
             try:
-                held = inspected_arrays(optimizer, located, named, asked.params, asked.state)
-                values = [(one, self._hooks.values_of(one.array)) for one in held]
-                looked += [(index, one, x) for index, (one, x) in enumerate(values) if x is not None]
+                arrays = inspected_arrays(optimizer, located, named, options.params, options.state)
+                values = [(one, self._adapter.values_of(one.array)) for one in arrays]
+                rows += [(index, one, x) for index, (one, x) in enumerate(values) if x is not None]
             except GradscaleError:
-                if not asked.is_by_itself:
+                if not options.is_by_itself:
                     raise
                 is_searched = False
         is_scaled = self._holds_scaled(optimizer, iteration, progress)
         # Whether the gradients are those of an earlier iteration, or no scaler's.
         is_over = _is_ready(progress) and not (self._enabled and iteration.scaled)
         scale, state, number = self._scale_of(optimizer, iteration, progress, is_over=is_over)
-        counts, lost = self._judge_loss(asked.loss, [] if is_over else list(iteration.loss_nonfinite))
+        counts, lost = self._judge_loss(options.loss, [] if is_over else list(iteration.loss_nonfinite))
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
         if state is not None:
             others.append(self._current.backend_for(state.scale).fingerprint(state))
-        summaries, numbers = self._read([x for _, _, x in looked if x is not None], others)
+        summaries, numbers = self._read([x for _, _, x in rows if x is not None], others)
         if state is not None:
             scale = validation.float32_from_bits(numbers.pop()[0])
         remaining = iter(summaries)
@@ -166,7 +166,7 @@ class Diagnosis:
             ParameterReport(one.name, index=index, missing=True)
             if x is None
             else self._report(index, one, x, next(remaining), scale if is_scaled and one.kind == "gradient" else 1.0)
-            for index, one, x in looked
+            for index, one, x in rows
         ]
         reports.sort(key=lambda report: report.badness)
         broken = tuple(report for report in reports if report.kind != "gradient" and report.nonfinite)
@@ -176,15 +176,15 @@ class Diagnosis:
             scale=scale,
             iteration=number,
             is_scaled=is_scaled,
-            loss_nonfinite=lost + sum(map(sum, numbers)) if counts or asked.loss is not None else None,
+            loss_nonfinite=lost + sum(map(sum, numbers)) if counts or options.loss is not None else None,
         )
 
-    def _report(self, index: int, one: InspectedArray, x: Array, found: Summary, divisor: float) -> ParameterReport:
-        has_finite = found.largest > 0.0 or found.inf + found.nan < found.size
+    def _report(self, index: int, one: InspectedArray, x: Array, summary: Summary, divisor: float) -> ParameterReport:
+        has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
         # Divided by a scale below 1 it may be beyond float64.
-        largest = min(found.largest / divisor, sys.float_info.max) if has_finite else None
-        counted = found._asdict() | {"largest": largest, "dtype": str(x.dtype).rpartition(".")[2]}
-        shape = self._hooks.shape_of(one.array)
+        largest = min(summary.largest / divisor, sys.float_info.max) if has_finite else None
+        counted = summary._asdict() | {"largest": largest, "dtype": str(x.dtype).rpartition(".")[2]}
+        shape = self._adapter.shape_of(one.array)
         return ParameterReport(one.name, index=index, shape=shape, kind=one.kind, key=one.key, **counted)
 
     def _read(self, arrays: list[Array], others: list[Array]) -> tuple[list[Summary], list[list[int]]]:
@@ -194,9 +194,9 @@ class Diagnosis:
         backend_for = self._current.backend_for
         for xp in dict.fromkeys(map(array_namespace, arrays + others)):
             own, theirs = ([x for x in some if array_namespace(x) is xp] for some in (arrays, others))
-            found, read = backend_for((own or theirs)[0]).read_summaries(own, theirs)
-            summaries |= zip(map(id, own), found, strict=True)
-            values |= zip(map(id, theirs), read, strict=True)
+            own_summaries, their_values = backend_for((own or theirs)[0]).read_summaries(own, theirs)
+            summaries |= zip(map(id, own), own_summaries, strict=True)
+            values |= zip(map(id, theirs), their_values, strict=True)
             # The scaler's own adapter is for the first library.
             backend_for = registry.backend_for
         return [summaries[id(x)] for x in arrays], [values[id(x)] for x in others]
@@ -212,7 +212,7 @@ class Diagnosis:
         for index, one in enumerate(named):
             if isinstance(one.array, int) or (one.array is not None and kind_of(one.array) is Kind.INTEGRAL):
                 continue
-            values = None if one.array is None else self._hooks.values_of(one.array)
+            values = None if one.array is None else self._adapter.values_of(one.array)
             if values is not None:
                 xp = array_namespace(values)
                 library = library or xp
@@ -252,9 +252,9 @@ class Diagnosis:
         if is_over and optimizer in self._reports:
             report = self._reports.last(optimizer)
             return report.scale, None, report.iteration
-        known = _known(progress)
-        if known is not None:
-            return known.scale, None, number
+        verdict = _verdict_of(progress)
+        if verdict is not None:
+            return verdict.scale, None, number
         if self._current.state is None and iteration.state is None:
             return self._current.scale(), None, number
         state = iteration.in_force(self._current.example)
@@ -267,19 +267,19 @@ class Diagnosis:
             return self._current.state.scale
         try:
             gradients = [one.array for one in named_gradients(optimizer) if one.array is not None]
-            found = [self._hooks.values_of(gradient) for gradient in gradients]
+            values = [self._adapter.values_of(gradient) for gradient in gradients]
         except Exception:
             # Looking at them has raised the same error, which diagnose raises once all ranks know.
-            found = []
-        like = first_floating(found)
+            values = []
+        like = first_floating(values)
         if like is None:
             like = self._current.example()
         return self._agreement.example(self._current, iteration.number) if like is None else like
 
 
-def _known(progress: Progress | None) -> Verdict | None:
+def _verdict_of(progress: Progress | None) -> Verdict | None:
     """Return the verdict on an optimizer's gradients, if it has been read."""
-    return None if progress is None or progress.pending is None else progress.pending.known
+    return None if progress is None or progress.pending is None else progress.pending.verdict
 
 
 def _is_ready(progress: Progress | None) -> bool:
@@ -288,13 +288,13 @@ def _is_ready(progress: Progress | None) -> bool:
 
 def _gather(own: RankReport, exchanges: Sequence[Exchange], like: Array) -> list[RankReport]:
     """Return the reports of all ranks, the same on every rank; BackendError if another rank's has a ``failure``."""
-    # A rank is known by its ranks in all groups: the report of one may arrive over two of them.
+    # The ranks in all groups identify a rank, whose report may arrive over two of them.
     rank = tuple(exchange.rank for exchange in exchanges)
     reports = {rank: dataclasses.replace(own, rank=rank)}
     for exchange in exchanges:
         limit = max(_GATHERED_OF_EACH, _GATHERED // (exchange.size * len(reports)))
-        told = [dataclasses.astuple(report.worst(limit)) for report in reports.values()]
-        received = exchange.texts(zlib.compress(json.dumps(told).encode()), like)
+        rows = [dataclasses.astuple(report.worst(limit)) for report in reports.values()]
+        received = exchange.texts(zlib.compress(json.dumps(rows).encode()), like)
         reports = {report.rank: report for message in received for report in _unpack(message)}
     failed = [report for report in reports.values() if report.failure]
     if failed and not own.failure:

@@ -1,4 +1,4 @@
-"""GroupAgreement: one verdict for a group of processes, for a loop made of pure functions."""
+"""GroupAgreement: one verdict for a group of processes, for a loop of pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradscale.scaler.options import DEFAULT_TIMEOUT
 
 
 class GroupAgreement:
-    """Let the ranks of a group agree on a step of a loop made of pure functions.
+    """Let the ranks of a group agree on a step of a loop of pure functions.
 
     ::
 

@@ -62,8 +62,8 @@ class Losses(NamedTuple):
 def value_of(x: Array | float) -> Array | float:
     """Return a number or an array of one element in float32: a number if the host has it, else 0-d."""
     if is_array_api_obj(x):
-        known = registry.backend_for(x).peek((array_namespace(x).reshape(x, ()),))
-        x = x if known is None else known[0]
+        numbers = registry.backend_for(x).peek((array_namespace(x).reshape(x, ()),))
+        x = x if numbers is None else numbers[0]
     return beside(x, x) if is_array_api_obj(x) else validation.round_to_float32(x)
 
 
@@ -73,7 +73,7 @@ def is_loss(x: Array) -> bool:
 
 
 def checked_loss(loss: object, expected: str) -> Array | float:
-    """Return a loss that a user has given; InvalidTypeError for another thing than is ``expected``."""
+    """Return the loss of a user; InvalidTypeError for another thing than is ``expected``."""
     if is_loss(loss):
         return loss
     if not isinstance(loss, (int, float)) or isinstance(loss, bool):
@@ -112,7 +112,7 @@ class Guard:
 
     ``has_judged``: whether there ever was a value, on any rank.
 
-    Pickles and copies hold the windows as numbers; optimizers take them over in the order in which they are judged.
+    Pickles and copies hold the windows as numbers; optimizers get them in the order in which they are judged.
     """
 
     has_judged = False
@@ -121,7 +121,7 @@ class Guard:
         self.rule = rule
         # Of each optimizer those of all quantities: numbers where the host has them in time, or arrays beside a state.
         self._windows: list[list[Window] | SpikeState] = []
-        # The first ones are already made: those of optimizers that are or were there.
+        # By position; optimizers have got as many as there are ``_windows``.
         self._saved = [*map(self._trimmed, saved)]
         # Of each optimizer's window.
         self._positions = Positions()
@@ -132,22 +132,22 @@ class Guard:
         self, optimizer: Optimizer, loss: Array | float | None, norm: Array | float | None, like: Array
     ) -> Observation | None:
         """Judge a step on this rank; None if there is nothing to judge. Arrays need a window beside ``like``."""
-        found = [{"loss": loss, "norm": norm}[name] for name in self.rule.of]
-        if all(value is None for value in found):
+        quantities = [{"loss": loss, "norm": norm}[name] for name in self.rule.of]
+        if all(value is None for value in quantities):
             return None
-        position, numbers = self._position_of(optimizer), [math.nan if value is None else value for value in found]
+        position, numbers = self._position_of(optimizer), [math.nan if value is None else value for value in quantities]
         if not any(map(is_array_api_obj, numbers)):
             windows = self._windows[position] = self._numbers_of(self._windows[position])
-            pairs = zip(windows, found, strict=True)
-            told = [x is not None and judge_number(self.rule, window, x) for window, x in pairs]
-            is_loss = dict(zip(self.rule.of, told, strict=True)).get("loss", False)
-            return Observation(position, numbers, Reason.SPIKE if any(told) else Reason.STEPPED, is_loss)
+            pairs = zip(windows, quantities, strict=True)
+            spikes = [x is not None and judge_number(self.rule, window, x) for window, x in pairs]
+            is_loss = dict(zip(self.rule.of, spikes, strict=True)).get("loss", False)
+            return Observation(position, numbers, Reason.SPIKE if any(spikes) else Reason.STEPPED, is_loss)
         state = self._windows[position] = self._arrays_of(self._windows[position], like)
         xp = array_namespace(state.values)
         values = xp.stack([beside(value, state.values[0, 0]) for value in numbers])
         judged = self.rule.judge(state, values)
-        is_known = [judged[index] for index, value in enumerate(found) if value is not None]
-        is_spike = xp.astype(as_0d_array(xp, functools.reduce(xp.logical_or, is_known)), xp.int32)
+        flags = [judged[index] for index, value in enumerate(quantities) if value is not None]
+        is_spike = xp.astype(as_0d_array(xp, functools.reduce(xp.logical_or, flags)), xp.int32)
         return Observation(position, values, is_spike, norm is None or self.rule.of == ("loss",))
 
     def learn(self, observation: Observation, reason: Reason | Array, write: _Write) -> None:
@@ -193,9 +193,9 @@ class Guard:
 
     def _trimmed(self, saved: Mapping[str, Window]) -> list[Window]:
         """Return the windows of the rule's quantities, as long as it allows; empty ones if they are not saved."""
-        rule, known = self.rule, [saved.get(name, Window((), 0)) for name in self.rule.of]
+        rule, windows = self.rule, [saved.get(name, Window((), 0)) for name in self.rule.of]
         rounded = validation.round_to_float32
-        return [Window((*map(rounded, values[-rule.window :]),), min(run, rule.patience)) for values, run in known]
+        return [Window((*map(rounded, values[-rule.window :]),), min(run, rule.patience)) for values, run in windows]
 
     def _numbers_of(self, windows: list[Window] | SpikeState) -> list[Window]:
         """Return windows as numbers; two host reads for arrays."""
@@ -234,7 +234,7 @@ class Guard:
         )
 
     def load(self, saved: SavedWindows, write: _Write) -> None:
-        """Go on with saved windows, those of optimizers that have been met in the same arrays."""
+        """Go on with saved windows; optimizers that have one keep its arrays."""
         self._saved, self.has_judged = [*map(self._trimmed, saved)], False
         empty = [self._trimmed({})] * len(self._windows)
         for index, (old, new) in enumerate(zip(self._windows, [*self._saved, *empty], strict=False)):

@@ -23,7 +23,7 @@ class StepInputs(NamedTuple):
     """The arguments of ``step`` that are the scaler's own, checked."""
 
     loss: Array | float | None = None
-    """Judged in place of those that ``scale`` was given; the step is skipped if it is not finite."""
+    """Judged in place of the losses of ``scale``; the step is skipped if it is not finite."""
     norm: Array | float | None = None
     """Judged in place of the gradients."""
     batch: Batch = None
@@ -35,15 +35,15 @@ def checked_inputs(
     """Return checked inputs, None without any; those that the optimizer's own ``step`` names enter ``kwargs``, too."""
     if loss is None and norm is None and batch is None:
         return None
-    given = {"loss": loss, "norm": norm, "batch": batch}
+    arguments = {"loss": loss, "norm": norm, "batch": batch}
     checked = StepInputs(_checked_value("loss", loss), _checked_value("norm", norm), _checked_batch(batch))
     kind = type(optimizer)
     if kind not in _names:
         parameters: Iterable[str] = ()
         with contextlib.suppress(TypeError, ValueError, AttributeError):
             parameters = inspect.signature(optimizer.step).parameters  # type: ignore[attr-defined]
-        _names[kind] = frozenset(given).intersection(parameters)
-    kwargs.update((name, given[name]) for name in _names[kind] if given[name] is not None)
+        _names[kind] = frozenset(arguments).intersection(parameters)
+    kwargs.update((name, arguments[name]) for name in _names[kind] if arguments[name] is not None)
     return checked
 
 

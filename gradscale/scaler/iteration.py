@@ -93,11 +93,11 @@ class Stage(enum.Enum):
 class Progress:
     """How far one optimizer has come in an iteration. It keeps neither the optimizer nor its gradients.
 
-    ``owner``: returns the optimizer, or None if it is gone; if only its ``id()`` is known, it is None. ``by_closure``:
+    ``owner``: returns the optimizer, or None if it is gone; None if there is only its ``id()``. ``by_closure``:
     a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no spikes, since a
-    line search tries losses that are far apart. ``is_declined``: the optimizer itself made no step; if that was so on
-    some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun and was not
-    made; ``is_overtaken``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
+    line search tries losses that are far apart. ``is_declined``: the optimizer itself did not step; if that was so on
+    some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun and not
+    ended; ``is_overtaken``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
     ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank wants no step, if
     so. ``inputs``: what the program says of the step. ``code``: this rank's spike or refusal, as
     :func:`claim.reason_code`, or 0; ``PendingVerdict`` adds an overflow.
@@ -121,13 +121,13 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether the step was made or skipped, or left out where all ranks skip."""
+        """Whether the optimizer has stepped, or its step was skipped, or left out where all ranks skip."""
         return self.stage is Stage.STEPPED or self.left_out is not None
 
     @property
-    def is_made(self) -> bool:
-        """Whether the step was made, as far as the host knows without a read."""
-        verdict = self.verdict or (self.pending and self.pending.known)
+    def has_stepped(self) -> bool:
+        """Whether the step is over and was not skipped, as far as the host knows without a read."""
+        verdict = self.verdict or (self.pending and self.pending.verdict)
         return self.stage is Stage.STEPPED and not (verdict and verdict.reason)
 
     @property
@@ -137,7 +137,7 @@ class Progress:
 
 
 class MicroBatches(NamedTuple):
-    """The micro-batches of a step that a guard was asked about."""
+    """The micro-batches of a step, by the answers of ``keeps``."""
 
     kept: int = 0
     dropped: int = 0
@@ -156,7 +156,7 @@ class Iteration:
 
     ``state`` is the one that outputs were scaled with last, and that gradients are divided by. ``lowered`` is the state
     after the backoffs of closures. ``steps_before`` counts the steps of all iterations, of which it forgets those
-    made alone (``alone_before``) when it joins a group.
+    without a group (``alone_before``) when it joins one.
     """
 
     micro = MicroBatches()
@@ -183,7 +183,7 @@ class Iteration:
         # Over groups, in the order of their messages.
         self._sent: list[PendingVerdict] = []
 
-    # Turns.
+    # The progress of optimizers.
 
     def progress_of(self, optimizer: Optimizer) -> Progress:
         """Return an optimizer's progress; after a failed agreement, raise its error again.
@@ -205,7 +205,7 @@ class Iteration:
         return progress
 
     def progress_at(self, identity: int) -> Progress:
-        """Return the progress of the optimizer with this ``id()``, which need not have been met in this iteration."""
+        """Return the progress of the optimizer with this ``id()``, which may begin here."""
         return self.by_id(identity) or self._begin_progress(identity)
 
     def _begin_progress(self, identity: int) -> Progress:
@@ -214,23 +214,23 @@ class Iteration:
         return progress
 
     def by_id(self, identity: int) -> Progress | None:
-        """Return the progress of the optimizer with this ``id()``; None if it was not met in this iteration."""
+        """Return the progress of the optimizer with this ``id()``; None if it has none in this iteration."""
         progress = self._by_id.get(identity)
         return None if progress is None or (progress.owner is not None and progress.owner() is None) else progress
 
     def ids(self) -> list[int]:
-        """Return the ``id()`` of each optimizer met in this iteration."""
+        """Return the ``id()`` of each optimizer of this iteration."""
         return [identity for identity in self._by_id if self.by_id(identity) is not None]
 
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that were met in this iteration and are alive."""
+        """Return the optimizers of this iteration that are alive."""
         return [one for progress in self._by_id.values() if progress.owner and (one := progress.owner()) is not None]
 
     def begin_anew(self, number: int, steps: int) -> Iteration:
         """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved.
 
-        Gradients that nobody has unscaled yet can still be, by the state that they were scaled with. The steps made
-        before do not count: ranks that load one checkpoint may have made other numbers of them.
+        Gradients that nobody has unscaled yet can still be, by the state that they were scaled with. The steps
+        before do not count: ranks that load one checkpoint may have had other numbers of them.
         """
         state = self.state
         if self.agreement.failure is None:
@@ -239,7 +239,7 @@ class Iteration:
                 self.read_verdicts()
         following = Iteration(number, self.parts, steps)
         self.current.is_unused = self.current.is_unused or not self.is_at_boundary
-        self.current.is_given_up |= not self.is_at_boundary and not self.current.is_one(state or self.current.state)
+        self.current.has_leftovers |= not self.is_at_boundary and not self.current.is_one(state or self.current.state)
         if state is not None and self.is_at_boundary:
             # The load may write to the arrays of the state.
             following.state = copied(state)
@@ -249,7 +249,7 @@ class Iteration:
     def forget(self, identity: int | None = None) -> None:
         """Let the optimizer with this ``id()``, or each, begin again; agreements under way are finished first.
 
-        KeyError for an optimizer that was not met.
+        KeyError for an optimizer that has no progress.
         """
         self.read_verdicts()
         if identity is None:
@@ -268,8 +268,8 @@ class Iteration:
             if optimizer is not None:
                 self.progress_of(optimizer).refused = progress.refused
 
-    def look(self, losses: Iterable[Array | float]) -> None:
-        """Look at losses, whose mean the guard judges the next optimizer by."""
+    def add_losses(self, losses: Iterable[Array | float]) -> None:
+        """Add losses, by whose mean the guard judges the next optimizer."""
         for loss in losses:
             value = loss if isinstance(loss, float) else self.current.backend_for(loss).values_of(loss)
             if value is not None:
@@ -278,7 +278,7 @@ class Iteration:
     # The state in force.
 
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Multiply arrays by the scale; a first state is made beside the first one."""
+        """Multiply arrays by the scale; a first state begins beside the first one."""
         current = self.current
         state = self._closure_state or current.state or current.materialize(arrays[0])
         if current.state_adapter.forbid_tracing is not None:
@@ -286,17 +286,17 @@ class Iteration:
         products = arrays if current.is_static and current.is_one(state) else current.state_adapter.scale(arrays, state)
         if self._closure_state is None:
             if current.is_fresh and self.state is not None:
-                # The losses before were those of an iteration that a load has given up.
+                # A load has abandoned the iteration of the losses before.
                 self.losses = Losses()
             self.state = state
-        current.is_fresh = current.is_unused = current.is_given_up = False
+        current.is_fresh = current.is_unused = current.has_leftovers = False
         self.scaled = True
         for progress in self.progresses:
             progress.is_overtaken |= progress.has_failed
         return products
 
     def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
-        """Return the state to unscale with; one is made beside the ``first`` array, or CallOrderError without any."""
+        """Return the state to unscale with, a new one beside the ``first`` array; CallOrderError without any."""
         state = self._closure_state or self.state or self.current.state
         if state is not None:
             return state
@@ -357,7 +357,7 @@ class Iteration:
             self.check_late_verdicts()
         return progress
 
-    def take_inputs(self, progress: Progress, inputs: StepInputs, *, has_closure: bool) -> None:
+    def set_inputs(self, progress: Progress, inputs: StepInputs, *, has_closure: bool) -> None:
         """Judge an optimizer by what the program says of its step."""
         loss, norm, _ = inputs
         is_unscaled = progress.stage is Stage.UNSCALED
@@ -388,7 +388,7 @@ class Iteration:
             return
         if loss is not None:
             self.losses = Losses()
-            self.look([loss])
+            self.add_losses([loss])
         progress.inputs = inputs
 
     def keeps(self, owner: object, loss: Array | float) -> bool:
@@ -418,7 +418,7 @@ class Iteration:
         kept, dropped, *_ = MicroBatches() if self.micro.stepped else self.micro
         self.micro = MicroBatches(kept + is_kept, dropped + (not is_kept), not is_kept)
         if is_kept:
-            self.look([loss])
+            self.add_losses([loss])
             self._marks = [snapshot.anew() for snapshot in self.parts.snapshots]
         for snapshot in () if is_kept else self._marks or self.parts.snapshots:
             snapshot.restore()
@@ -430,8 +430,8 @@ class Iteration:
         arrays = [one for one in map(self.current.adapter.values_of, located) if one is not None and is_floating(one)]
         backend = self.current.backend_for(arrays[0]) if arrays else self.current.adapter
         sums = [sum_of_bits(one, backend.bits(one)) for one in arrays]
-        known = [backend.move(one, arrays[0]) for one in sums if one is not None]
-        numbers = backend.read(array_namespace(known[0]).stack(known)) if known else []
+        stack = [backend.move(one, arrays[0]) for one in sums if one is not None]
+        numbers = backend.read(array_namespace(stack[0]).stack(stack)) if stack else []
         others = [array for array, one in zip(arrays, sums, strict=True) if one is None]
         summaries = backend.read_summaries(others)[0] if others else []
         checksum = zlib.crc32(repr((numbers, summaries)).encode())
@@ -442,7 +442,7 @@ class Iteration:
         )
 
     def check_late_verdicts(self, *, waits: bool = False) -> None:
-        """Look at late verdicts that have arrived, or all: ranks may differ, and the scale is known for a while."""
+        """Read late verdicts that have arrived, or all: ranks may differ, and each has a scale for ``note_scale``."""
         for step in self.reports.poll(waits=waits):
             with self.agreement.failing():
                 verdict = step.pending.read()
@@ -466,7 +466,7 @@ class Iteration:
         divides: bool = True,
         is_framework_check: bool = False,
     ) -> Array | float | None:
-        """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
+        """Unscale an optimizer's gradients, start the agreement on them, and return their norm if ``request`` says so.
 
         Without a request it is the step that unscales, or has the optimizer do so if not ``divides``.
         ``is_framework_check``: a framework judges them outside of ``unscale_`` and ``step``, which come later.
@@ -517,21 +517,21 @@ class Iteration:
         before = progress.stage, progress.pending
         progress.stage, progress.pending, progress.is_overtaken = Stage.UNSCALED, None, False
         try:
-            found = gradients.unscale(current, state)
+            findings = gradients.unscale(current, state)
         except BaseException as error:
-            # After a failure some gradients may be divided already, but not if they cannot be or in a second look.
+            # After a failure some gradients may be divided already, but not if they cannot be or the second time.
             if not gradients.is_touched:
                 progress.stage, progress.pending = before
-            # An exchange of norms has told them.
+            # An exchange of norms has failed on all ranks.
             if isinstance(error, Exception) and not isinstance(error, OF_ALL_RANKS):
                 self._tell_of_failure(optimizer)
             raise
         try:
             late: tuple[Array | float | None, bool] = None, False
-            # If gradients are judged a second time their norm is not known any longer.
+            # Gradients that are judged a second time have lost their norm.
             if (self.guard is not None or progress.inputs is not None) and before[0] is Stage.READY:
                 is_read = not groups and current.adapter.reads_verdict(optimizer)
-                late = self._judge(progress, optimizer, found, state, is_read=is_read)
+                late = self._judge(progress, optimizer, findings, state, is_read=is_read)
             if progress.refused:
                 progress.code = claims.reason_code(progress.refused, agreement.rank())
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
@@ -541,7 +541,7 @@ class Iteration:
             progress.pending = PendingVerdict(
                 current,
                 agreement,
-                found,
+                findings,
                 state,
                 groups,
                 claim,
@@ -563,9 +563,9 @@ class Iteration:
         if groups and not_scaled is not None:
             # As in a pipeline, another rank may have the loss.
             self.verdict(progress)
-        if found.narrow:
-            self.mistakes.warn_of_half(type(optimizer).__name__, found.narrow)
-        return found.norm
+        if findings.narrow:
+            self.mistakes.warn_of_half(type(optimizer).__name__, findings.narrow)
+        return findings.norm
 
     def _has_values(self, progress: Progress, optimizer: Optimizer, *, has_norm: bool) -> bool:
         """Tell whether the rule for spikes has a value to judge on this rank, or needs none."""
@@ -574,8 +574,8 @@ class Iteration:
         is_own = id(optimizer) not in self.losses.judged
         if progress.refused or progress.has_begun_to_step or (self.losses.is_used and is_own):
             return True
-        known = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
-        return any(known[name] for name in self.guard.rule.of)
+        has_value = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
+        return any(has_value[name] for name in self.guard.rule.of)
 
     def _note_values(self, *, has_values: bool) -> None:
         """Warn of a step of which no rank has a value to judge; of a guard that never had one, InvalidValueError."""
@@ -604,26 +604,26 @@ class Iteration:
                 f"the closure of step() has not called scale(){where}: make the backward pass of scaler.scale(loss) in "
                 f"each of its evaluations; or make it before, and call step(optimizer) without the closure"
             )
-        since = " since a state was loaded, or a scale or a group set" if self.current.is_known else ""
+        since = " since a state was loaded, or a scale or a group set" if self.current.is_set else ""
         self.wrong_order(f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)")
 
     def _never_scaled(self, progress: Progress, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
-        """Look at the gradients of a loss that this rank has not scaled: a host read for each. None for others."""
+        """Return the presence of gradients whose loss this rank never scaled; a host read each, None for others."""
         current = self.current
         if progress.refused or current.adapter.is_replayed or not (current.is_fresh or progress.by_closure):
             return None
         # Nothing has to be divided.
-        is_one = self._closure_state is None and current.scale() == 1.0 and (len(groups) > 0 or current.is_known)
-        if not current.is_given_up and (current.never_scales or is_one):
+        is_one = self._closure_state is None and current.scale() == 1.0 and (len(groups) > 0 or current.is_set)
+        if not current.has_leftovers and (current.never_scales or is_one):
             return None
-        if not current.is_known:
+        if not current.is_set:
             return Presence.SOME
-        held = [
+        values = [
             current.adapter.values_of(one.array) for one in named_gradients(optimizer) if is_array_api_obj(one.array)
         ]
-        arrays = [one for one in held if one is not None and is_floating(one)]
-        found = [current.backend_for(one).read_summaries([one])[0][0] for one in arrays]
-        if all(one.zeros == one.size for one in found):
+        arrays = [one for one in values if one is not None and is_floating(one)]
+        summaries = [current.backend_for(one).read_summaries([one])[0][0] for one in arrays]
+        if all(one.zeros == one.size for one in summaries):
             return Presence.ZEROS
         return Presence.SOME if current.is_unused or progress.by_closure else None
 
@@ -643,23 +643,23 @@ class Iteration:
             pending.refuse(progress.code)
 
     def _judge(
-        self, progress: Progress, optimizer: Optimizer, found: Findings, state: ScaleState, *, is_read: bool
+        self, progress: Progress, optimizer: Optimizer, findings: Findings, state: ScaleState, *, is_read: bool
     ) -> tuple[Array | float | None, bool]:
         """Judge the loss and the norm; return the loss, and whether that is left to when the host has read them."""
-        backend, norm = self.current.state_adapter, found.norm
+        backend, norm = self.current.state_adapter, findings.norm
         # The losses are this optimizer's, whether it is judged by them or not.
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
-        progress.code, known = 0, None if is_array_api_obj(loss) else loss
+        progress.code, number = 0, None if is_array_api_obj(loss) else loss
         if progress.has_begun_to_step:
-            return known, False
+            return number, False
         if norm is not None and not isinstance(norm, float):
             (norm,) = backend.peek((norm,)) or (norm,)
-        is_unknown = is_array_api_obj(loss) or is_array_api_obj(norm) or (norm is None and found.deferred is not None)
+        is_unknown = any(map(is_array_api_obj, (loss, norm))) or (norm is None and findings.deferred is not None)
         if is_unknown and is_read and backend.bits(state.scale) is not None:
             return beside(loss, state.scale) if is_array_api_obj(loss) else loss, True
         self._observe(progress, optimizer, loss, norm, state)
-        return known, False
+        return number, False
 
     def _observe(self, progress: Progress, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
         """Set the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
@@ -717,7 +717,7 @@ class Iteration:
                 if self._sent[0].is_unread:
                     self._sent[0].read()
                 del self._sent[0]
-            verdict = (pending.known if pending.override is None else None) or pending.read()
+            verdict = (pending.verdict if pending.override is None else None) or pending.read()
             optimizer = progress.owner() if pending.is_judged_late and progress.owner is not None else None
             if optimizer is not None:
                 self._observe(progress, optimizer, pending.loss, pending.norm, pending.state)
@@ -764,13 +764,13 @@ class Iteration:
             self.forbid_untold_refusal(progress, optimizer)
         verdict = self.verdict(progress)
         pending = progress.pending
-        if pending is not None and pending.found.deferred is not None:
+        if pending is not None and pending.findings.deferred is not None:
             # Until it is done, gradients may be divided in part.
             progress.pending = None
             if not verdict.reason:
-                pending.found.deferred.finish()
-            is_scaled = pending.found.is_scaled and verdict.reason > 0
-            pending.found, progress.pending = pending.found._replace(is_scaled=is_scaled, deferred=None), pending
+                pending.findings.deferred.finish()
+            is_scaled = pending.findings.is_scaled and verdict.reason > 0
+            pending.findings, progress.pending = pending.findings._replace(is_scaled=is_scaled, deferred=None), pending
         if verdict.reason is Reason.NO_GRADIENTS:
             self._tell_of_no_gradients(progress, optimizer, verdict.scale)
         elif pending is not None and pending.groups and verdict.reason is not Reason.REFUSED:
@@ -782,7 +782,7 @@ class Iteration:
         return verdict
 
     def _has_no_array(self, progress: Progress, optimizer: Optimizer) -> bool:
-        """Tell whether a guard's first step has no gradient, beside which a state could be made, and asks no rank."""
+        """Tell whether a guard's first step has no gradient for a state to be beside, and needs no other rank."""
         is_first = self.state is None and self.current.state is None
         if not (self.parts.is_guard and is_first) or progress.refused or progress.by_closure:
             return False
@@ -817,13 +817,13 @@ class Iteration:
             )
 
     def decline(self, progress: Progress, verdict: Verdict | None) -> Verdict:
-        """Return the verdict on a step that the optimizer was called for and has not made; the scale stays as it is."""
-        found = verdict or self.verdict(progress)
-        if not found.reason and progress.pending is not None:
-            found = found._replace(reason=Reason.REFUSED, by=self.agreement.rank(), by_loss=False, saw=True)
+        """Return the verdict on a step that the optimizer itself has declined; the scale stays as it is."""
+        verdict = verdict or self.verdict(progress)
+        if not verdict.reason and progress.pending is not None:
+            verdict = verdict._replace(reason=Reason.REFUSED, by=self.agreement.rank(), by_loss=False, saw=True)
             progress.is_declined = True
-            progress.pending.known, progress.pending.override, progress.pending.is_late = found, None, False
-        return found
+            progress.pending.verdict, progress.pending.override, progress.pending.is_late = verdict, None, False
+        return verdict
 
     # The end of the iteration.
 
@@ -869,25 +869,25 @@ class Iteration:
         return report, underflow
 
     def _hold(self) -> None:
-        """Copy what is held if each step was made, or else put it back; on a device if the host does not know."""
+        """Save the arrays of ``hold`` if no step was skipped, else restore them, by flags of a device if need be."""
         begun = [progress for progress in self.progresses if progress.stage is not Stage.READY]
         if not begun:
             return
-        is_made = all(progress.is_made for progress in begun)
+        all_stepped = all(progress.has_stepped for progress in begun)
         late = [
             progress.pending.skips() for progress in begun if progress.verdict is None and progress.pending is not None
         ]
-        skips = [one for one in late if not isinstance(one, bool)] if is_made else []
+        skips = [one for one in late if not isinstance(one, bool)] if all_stepped else []
         for snapshot in self.parts.snapshots:
             if not snapshot.takes_flags:
                 # The host writes what it holds.
                 xp = self.current.xp
                 flags = [xp.astype(xp.reshape(one != 0, (1,)), xp.int32) for one in skips]
-                is_made = is_made and not any(self.current.state_adapter.read(flag)[0] for flag in flags)
-            if is_made and not (skips and snapshot.takes_flags):
+                all_stepped = all_stepped and not any(self.current.state_adapter.read(flag)[0] for flag in flags)
+            if all_stepped and not (skips and snapshot.takes_flags):
                 snapshot.save()
             else:
-                snapshot.restore(skips if is_made else ())
+                snapshot.restore(skips if all_stepped else ())
 
     def _report(
         self, pending: Sequence[PendingVerdict], verdicts: Sequence[Verdict], wanted: float | None
@@ -924,13 +924,13 @@ class Iteration:
 
     def _adapt(self, pending: Sequence[PendingVerdict]) -> None:
         counts: list[Array | int] = []
-        held: list[Array | bool] = []
+        flags: list[Array | bool] = []
         for one in pending:
             if (count := one.count()) is not None:
                 counts.append(count)
                 # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
                 if one.is_late and (flag := one.keeps_scale()) is not False:
-                    held.append(flag)
+                    flags.append(flag)
         if self.reports.under_way:
             self.check_late_verdicts()
         if counts:
@@ -938,7 +938,7 @@ class Iteration:
                 self._before = self.current.saved()
             else:
                 self.current.restore(self._before)
-            self.current.advance(counts, held if len(held) == len(counts) else (), self._before)
+            self.current.advance(counts, flags if len(flags) == len(counts) else (), self._before)
 
     def read_verdicts(self) -> tuple[list[PendingVerdict], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""
@@ -978,20 +978,20 @@ class Iteration:
         """Return the claim of the next message of this iteration; each call counts as a message."""
         self._messages += 1
         agreement = self.agreement
-        met = agreement.known_optimizer(optimizer)
+        label = agreement.label_of(optimizer)
         # Norms and diagnoses do not depend on the policy and the steps, which the step's own message compares.
         is_step = call is Purpose.STEP
         return Claim(
             call=call,
             iteration=self.number,
             message=self._messages - 1,
-            optimizer=met.number,
+            optimizer=label.number,
             scaler=agreement.number_over(groups[0]),
             group=index,
             settings=agreement.settings_hash(self.current.policy) if is_step else 0,
             steps=self.steps_before if is_step else 0,
             max_norm=max_norm,
-            kind=met.kind,
+            kind=label.kind,
         )
 
     # Errors of ranks and callers.
@@ -1011,13 +1011,13 @@ class Iteration:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether no optimizer's progress has begun, here or, as far as is known, on another rank."""
+        """Whether no optimizer's progress has begun, here or, as far as messages say, on another rank."""
         has_begun = (progress.refused or progress.stage is not Stage.READY for progress in self.progresses)
         return self.agreement.failure is None and not self.is_inside_closure and not any(has_begun)
 
     @property
     def is_over(self) -> bool:
-        """Whether a step was made or skipped, and no other one has begun that is still to come."""
+        """Whether a step is over, and no other one has begun that is still to come."""
         has_stepped = False
         for progress in self.progresses:
             if progress.is_awaited:

@@ -42,7 +42,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class ReplacementOptions(CommonOptions, total=False):
-    """Those, and the policy: the options of every scaler, torch's replacements among them."""
+    """The options of every scaler, torch's replacements among them."""
 
     policy: Policy | None
 
@@ -86,17 +86,17 @@ def with_options(
     def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
         own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
         make = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        told = {} if kind is None else kind.__annotations__
+        annotations = {} if kind is None else kind.__annotations__
         # The factors come first, as torch has them.
-        names = sorted(told, key=lambda name: name not in FACTORS)
-        fields = [make(x, default=DEFAULTS.get(x), annotation=told[x].__forward_arg__) for x in names]
+        names = sorted(annotations, key=lambda name: name not in FACTORS)
+        fields = [make(x, default=DEFAULTS.get(x), annotation=annotations[x].__forward_arg__) for x in names]
         signature = inspect.Signature([*own, *fields])
         by_position = sum(one.kind is not one.KEYWORD_ONLY for one in own)
 
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
             # It takes longer than Python's own call.
-            if told or kwargs or len(args) != by_position:
+            if annotations or kwargs or len(args) != by_position:
                 try:
                     signature.bind(*args, **kwargs)
                 except TypeError as error:
@@ -126,8 +126,8 @@ def _mistake(
     settings = {name: value for name, value in kwargs.items() if name in _SETTINGS}
     msg = f"{what}; the options of {owner} are {options}"
     if "policy" in options and not settings.keys().isdisjoint(unknown):
-        given = ", ".join(f"{name}={short_repr(value)}" for name, value in settings.items())
-        msg += f"; for settings of the policy write policy=gradscale.DynamicScale({given})"
+        arguments = ", ".join(f"{name}={short_repr(value)}" for name, value in settings.items())
+        msg += f"; for settings of the policy write policy=gradscale.DynamicScale({arguments})"
     elif name == "__init__" and "policy" not in options and not {"policy", "device", *_SETTINGS}.isdisjoint(unknown):
         msg += "; a StepGuard multiplies nothing: settings of a scale are taken by GradScaler"
     elif by_position == 1 and "group" in unknown:
@@ -142,13 +142,13 @@ def _mistake(
 
 
 def policy_of(options: Mapping[str, Any]) -> Policy:
-    """Return the policy among some options, or a DynamicScale of the factors that are given."""
+    """Return the policy among some options, or a DynamicScale of the factors."""
     policy = options.get("policy")
-    given = {name: options[name] for name in FACTORS if options.get(name) is not None}
+    factors = {name: options[name] for name in FACTORS if options.get(name) is not None}
     if policy is None:
-        return DynamicScale(**given)
-    if given:
-        either = f"policy= or {', '.join(f'{name}=' for name in given)}"
-        msg = f"give {either}, not both, got {short_repr(policy)} and {short_repr(given)}"
+        return DynamicScale(**factors)
+    if factors:
+        either = f"policy= or {', '.join(f'{name}=' for name in factors)}"
+        msg = f"give {either}, not both, got {short_repr(policy)} and {short_repr(factors)}"
         raise InvalidValueError(msg)
     return validation.policy(policy, _POLICY_MEMBERS)

@@ -24,7 +24,7 @@ _SUBNORMAL_SHARE = 0.1
 _ZERO_SHARE = 0.99
 _LONGEST_NAME = 48
 TABLE_ROWS = 20
-_LISTED_RANKS = 8
+_MAX_RANKS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class RankReport:
     iteration: int = 0
     is_scaled: bool = False  # whether the gradients still are
     loss_nonfinite: int | None = None
-    failure: str = ""  # why this rank could not look at its gradients
+    failure: str = ""  # why this rank could not read its gradients
 
     def worst(self, limit: int) -> RankReport:
         """Return the report with at most so many entries."""
@@ -245,7 +245,7 @@ class OverflowReport:
 
     def table(self, limit: int = TABLE_ROWS) -> str:
         """Return the report as text of at most ``limit`` rows; InvalidTypeError, InvalidValueError for a bad limit."""
-        shown = self.entries[: validation.integer("limit", limit, 0, validation.LARGEST_INT32)]
+        entries = self.entries[: validation.integer("limit", limit, 0, validation.LARGEST_INT32)]
         bad = len(self.nonfinite) + self.omitted_nonfinite
         total = len(self.entries) + self.omitted_nonfinite + self.omitted_finite
         lines = [
@@ -257,10 +257,10 @@ class OverflowReport:
             lines += ["", "weights and optimizer state with inf or NaN", *_table(self.broken[:limit])]
             more_broken = len(self.broken[limit:]) + self.omitted_broken
             lines += [f"... and {more_broken} more"] * (more_broken > 0)
-        if shown:
-            lines += ["", *_table(shown)]
-        more_bad = bad - sum(entry.nonfinite > 0 for entry in shown)
-        more_finite = total - bad - sum(entry.nonfinite == 0 for entry in shown)
+        if entries:
+            lines += ["", *_table(entries)]
+        more_bad = bad - sum(entry.nonfinite > 0 for entry in entries)
+        more_finite = total - bad - sum(entry.nonfinite == 0 for entry in entries)
         more = [f"{more_bad} more with inf or NaN"] * (more_bad > 0)
         more += [f"{more_finite} more finite parameter{'s' * (more_finite != 1)}"] * (more_finite > 0)
         return "\n".join([*lines, f"... and {' and '.join(more)}"] if more else lines)
@@ -302,19 +302,19 @@ def find_cause(
 ) -> tuple[Cause, str]:
     """Return the cause, and a sentence that explains it, from entries of which the first is the worst."""
     if broken:
-        held = broken[0]
-        ranks = sorted({entry.rank for entry in broken if entry.kind == held.kind})
-        names = ", ".join("/".join(map(str, rank)) for rank in ranks[:_LISTED_RANKS])
-        where = f" on rank {names}{' and others' * (len(ranks) > _LISTED_RANKS)}" * (ranks != [()])
+        first = broken[0]
+        ranks = sorted({entry.rank for entry in broken if entry.kind == first.kind})
+        names = ", ".join("/".join(map(str, rank)) for rank in ranks[:_MAX_RANKS])
+        where = f" on rank {names}{' and others' * (len(ranks) > _MAX_RANKS)}" * (ranks != [()])
         lower = "" if minimum is None else "; a lower scale will not help"
-        what = f"inf or NaN{where}, the most in {held.place!r}: load a checkpoint from before{lower}"
-        if held.kind == "weight":
+        what = f"inf or NaN{where}, the most in {first.place!r}: load a checkpoint from before{lower}"
+        if first.kind == "weight":
             return "weights", f"Weights hold {what}."
         return "optimizer state", f"The optimizer's state holds {what}."
-    look = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
+    hint = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
     if loss_nonfinite:
         lost = "loss is not finite" if minimum is None else "unscaled loss is not finite, whatever the scale"
-        return "model", f"The {lost}: {look}."
+        return "model", f"The {lost}: {hint}."
     worst = entries[0] if entries else None
     if worst is None or worst.missing:
         return "no gradients", f"None of the parameters has a gradient: {NO_GRADIENTS}."
@@ -323,15 +323,15 @@ def find_cause(
         if minimum is None:
             values = " and ".join(["inf"] * (worst.inf > 0) + ["NaN"] * (worst.nan > 0))
             values += "; the weights and the state that were searched are finite" * (broken is not None)
-            return "model", f"{'The gradient of ' * bool(worst.name)}{where} holds {values}: {look}."
+            return "model", f"{'The gradient of ' * bool(worst.name)}{where} holds {values}: {hint}."
         if scale <= 1.0:
-            return "model", f"{where} overflows at scale {scale:g}, which amplifies nothing: {look}."
+            return "model", f"{where} overflows at scale {scale:g}, which amplifies nothing: {hint}."
         if scale <= minimum:
-            return "model", f"{where} overflows at the policy's minimum, {scale:g}, and no lower one is tried: {look}."
-        known = "" if loss_nonfinite is None else ", and the unscaled loss is finite"
+            return "model", f"{where} overflows at the policy's minimum, {scale:g}, and no lower one is tried: {hint}."
+        aside = "" if loss_nonfinite is None else ", and the unscaled loss is finite"
         return (
             "scale",
-            f"{where} overflows at scale {scale:g}{known}: the step is to be skipped and the scale lowered, by "
+            f"{where} overflows at scale {scale:g}{aside}: the step is to be skipped and the scale lowered, by "
             f"hand if it is static. If it goes on at lower scales, the model is at fault.",
         )
     size = sum(entry.size for entry in entries)

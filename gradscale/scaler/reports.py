@@ -264,7 +264,7 @@ def step_report(
     overflow: OverflowReport | None = None,
     batch: Batch = None,
 ) -> StepReport:
-    """Return the report of a step that was made or skipped, by its verdict."""
+    """Return the report of a step by its verdict."""
     is_skipped = verdict.reason > 0
     return StepReport(
         is_skipped,
@@ -292,8 +292,8 @@ def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, ran
 
 def callbacks_of(name: str, callbacks: object) -> Callbacks[Any]:
     """Return callbacks as a tuple; InvalidTypeError for anything else."""
-    listed = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
-    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or not all(map(callable, listed)):
+    sequence = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
+    if isinstance(sequence, (str, bytes)) or not isinstance(sequence, Sequence) or not all(map(callable, sequence)):
         msg = f"{name} must be a callable that takes a report, or a sequence of these, got {short_repr(callbacks)}"
         raise InvalidTypeError(msg)
-    return tuple(listed)
+    return tuple(sequence)

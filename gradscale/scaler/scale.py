@@ -32,8 +32,8 @@ _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
 class CurrentScale:
     """The state of a scaler, and the adapter and namespace of its library.
 
-    ``adapter`` is the one that was given, as torch does, or plain ``Backend()``; ``state_adapter`` is that of
-    the state's library. ``updates`` tells ``note_scale`` how old a verdict's scale is.
+    ``adapter`` is the one of ``backend``, as torch's scalers pass it, or plain ``Backend()``; ``state_adapter`` is that
+    of the state's library. ``updates`` tells ``note_scale`` how old a verdict's scale is.
     """
 
     state_adapter: Backend
@@ -47,11 +47,11 @@ class CurrentScale:
             raise InvalidTypeError(msg)
         self.policy, self.is_static = policy, type(policy) is StaticScale
         self.updates = 0
-        # Fresh: nothing was scaled by the state, and no update adapted it, since it was made or loaded. Unused: no
-        # gradients can be scaled, since nothing ever was, or since an iteration was given up.
+        # Fresh: nothing was scaled by the state, and no update adapted it, since it began or was loaded. Unused: no
+        # gradients can be scaled, since nothing ever was, or an iteration was abandoned.
         self.is_fresh = self.is_unused = True
-        # Whether gradients of an iteration that was given up may still be scaled.
-        self.is_given_up = False
+        # Whether gradients of an abandoned iteration may still be scaled.
+        self.has_leftovers = False
         # A scale that the host knows, and the number of updates before it; 0 if it knows none. And the smallest factor
         # of an update since then, by any rule that was in force.
         self._seen = 0.0, 0
@@ -61,40 +61,40 @@ class CurrentScale:
         self._use(backend)
         # What a checkpoint or the user has set before there was an array.
         self._restored: dict[str, float] = {}
-        # What the trackers can have reached since the scaler was made.
+        # The largest trackers that the policies so far allow.
         self._largest = self._reachable(policy)
         # The number of updates before the scale was last set, and not adapted.
         self._replaced_at = 0
 
-    def _use(self, given: str | Backend | None) -> None:
-        self._given = given
-        self.adapter = registry.array_backend(given) if isinstance(given, str) else given or Backend()
+    def _use(self, backend: str | Backend | None) -> None:
+        self._backend = backend
+        self.adapter = registry.array_backend(backend) if isinstance(backend, str) else backend or Backend()
 
     @property
-    def is_known(self) -> bool:
+    def is_set(self) -> bool:
         """Whether there is a state, or numbers that were loaded or set."""
         return self.state is not None or len(self._restored) > 0
 
     @property
     def first(self) -> dict[str, float]:
-        """The numbers that a state will be made of."""
+        """The numbers of the first state."""
         return {"scale": self.policy.init_scale, **self._restored}
 
     def set_initial(self, name: str, value: float) -> None:
-        """Set one of the numbers that a state will be made of; one that is made keeps its own."""
+        """Set one of the numbers of the first state, if there is no state yet."""
         if self.state is None:
             self._restored[name] = value
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
-        return registry.backend_for(x) if self._given is None else self.adapter
+        return registry.backend_for(x) if self._backend is None else self.adapter
 
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None if it has none."""
-        return None if self._given is None else self.adapter.example()
+        return None if self._backend is None else self.adapter.example()
 
     def materialize(self, like: Array | None = None) -> ScaleState:
-        """Return the state, made in the library and on the device of ``like`` if there is none yet."""
+        """Return the state, a new one in the library and on the device of ``like`` if there is none yet."""
         if self.state is None:
             state = self.adapter.first_state(self.policy, self._restored, like)
             self._seen = self.first["scale"], self.updates
@@ -105,9 +105,9 @@ class CurrentScale:
 
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
         """Return whether an overflow now must be raised: a bool if the host knows it; None if never."""
-        found = self.policy.at_min_scale(state)
-        known = None if found is None or isinstance(found, bool) else self.state_adapter.peek((found,))
-        return found if known is None else known[0] > 0
+        flag = self.policy.at_min_scale(state)
+        numbers = None if flag is None or isinstance(flag, bool) else self.state_adapter.peek((flag,))
+        return flag if numbers is None else numbers[0] > 0
 
     def saved(self) -> Saved:
         """Return the state for ``restore``. No host read."""
@@ -127,8 +127,8 @@ class CurrentScale:
             saved = self.state_adapter.with_numbers(state, saved)
         self.state = self.state_adapter.write_into(state, saved)
 
-    def advance(self, counts: Sequence[Array | int], held: Sequence[Array], before: Saved) -> None:
-        """Adapt the state to the counts of an iteration, unless all of ``held`` (0-d) are true. No host read.
+    def advance(self, counts: Sequence[Array | int], flags: Sequence[Array], before: Saved) -> None:
+        """Adapt the state to the counts of an iteration, unless all ``flags`` (0-d) keep the scale. No host read.
 
         ``before`` is the state as ``saved`` has just returned it.
         """
@@ -137,16 +137,16 @@ class CurrentScale:
         self.is_fresh = False
         if self.is_static:
             return
-        found = counts[0]
-        for count in counts[1:]:
+        count = counts[0]
+        for other in counts[1:]:
             # What the host knows is an overflow, or says nothing.
-            if isinstance(found, int) or isinstance(count, int):
-                found = found or count if isinstance(found, int) else count or found
+            if isinstance(count, int) or isinstance(other, int):
+                count = count or other if isinstance(count, int) else other or count
             else:
-                found = self.xp.maximum(found, count)
-        is_held = functools.reduce(self.xp.logical_and, held) if held else None
-        if isinstance(found, int) and is_held is None and isinstance(before, list) and self.state_adapter.takes_numbers:
-            new = next_numbers(self.policy, before, found)
+                count = self.xp.maximum(count, other)
+        is_kept = functools.reduce(self.xp.logical_and, flags) if flags else None
+        if isinstance(count, int) and is_kept is None and isinstance(before, list) and self.state_adapter.takes_numbers:
+            new = next_numbers(self.policy, before, count)
             if new is not None:
                 changed: list[float | None] = [*new]
                 for index, old in enumerate(before):
@@ -154,10 +154,10 @@ class CurrentScale:
                         changed[index] = None
                 self.state = self.state_adapter.with_numbers(state, changed)
                 return
-        self.state = self.state_adapter.adapt(self.policy, state, found, is_held, self.scale_lower_bound(state))
+        self.state = self.state_adapter.adapt(self.policy, state, count, is_kept, self.scale_lower_bound(state))
 
     def set_state(self, state: ScaleState) -> None:
-        """Go on with a state from elsewhere, such as a lowered one."""
+        """Make the state that a closure's retries have backed off the scaler's own."""
         self._note_replaced()
         self.state = self.state_adapter.write_into(self.materialize(), state)
 
@@ -169,7 +169,7 @@ class CurrentScale:
     def require_possible(self, scale: float, state: ScaleState | None = None) -> None:
         """Raise BackendError for the scale of a verdict that no policy makes, to whose array others may write.
 
-        Of a ``state`` whose scale was taken for 1 no other is possible.
+        Of a ``state`` whose scale is 1 by ``is_one`` no other is possible.
         """
         is_possible = scale == 1.0 if state is not None and self.is_one(state) else 0.0 < scale < math.inf
         if self.state_adapter.is_shared and not is_possible:
@@ -188,7 +188,7 @@ class CurrentScale:
         return self._possible(Numbers(scale, *trackers))
 
     def note_scale(self, scale: float, updates: int) -> None:
-        """Take note of the scale that a verdict carries, which was the one after so many updates."""
+        """Note the scale that a verdict carries, which was the one after so many updates."""
         if updates >= self._replaced_at:
             self._seen = scale, updates
 
@@ -202,8 +202,8 @@ class CurrentScale:
         if not self.is_static:
             return False
         # Something else may have written to it.
-        known = [self.first["scale"]] if state is None else self.state_adapter.peek(state[:1])
-        return (self.scale_lower_bound(state) if known is None else known[0]) == 1.0
+        numbers = [self.first["scale"]] if state is None else self.state_adapter.peek(state[:1])
+        return (self.scale_lower_bound(state) if numbers is None else numbers[0]) == 1.0
 
     @property
     def never_scales(self) -> bool:
@@ -219,17 +219,17 @@ class CurrentScale:
         """Return the state as numbers, by their names: one host read. BackendError for some that no policy makes."""
         if self.state is None:
             return self.first
-        backend, known = self.state_adapter, self.state_adapter.peek(self.state)
-        if known is None:
+        backend, values = self.state_adapter, self.state_adapter.peek(self.state)
+        if values is None:
             return self.checked(backend.read(backend.fingerprint(self.state)))._asdict()
-        return self._possible(Numbers(*known))._asdict()
+        return self._possible(Numbers(*values))._asdict()
 
     def scale(self) -> float:
         """Return the scale as a number. One host read."""
         if self.state is None:
             return self.first["scale"]
-        known = self.state_adapter.peek(self.state[:1])
-        return self.numbers()["scale"] if known is None else known[0]
+        numbers = self.state_adapter.peek(self.state[:1])
+        return self.numbers()["scale"] if numbers is None else numbers[0]
 
     def set_scale(self, scale: float) -> None:
         """Set the scale and keep the trackers."""
@@ -237,7 +237,7 @@ class CurrentScale:
         self._replace({"scale": scale})
 
     def set_field(self, name: str, value: Array) -> None:
-        """Put an array of a framework's in the place of a field."""
+        """Replace a field by an array of a framework's."""
         self.is_fresh = False
         self._note_replaced()
         self.state = self.materialize(value)._replace(**{name: value})
@@ -256,7 +256,7 @@ class CurrentScale:
         self._least_factor = min(self._least_factor, _smallest_factor(self.policy))
 
     def mark_unused(self) -> None:
-        """Take no gradients for scaled until something is."""
+        """Treat gradients as unscaled until ``scale`` is called."""
         self.is_fresh = self.is_unused = True
 
     def load(self, policy: Policy, numbers: dict[str, float]) -> None:
@@ -280,17 +280,17 @@ class CurrentScale:
         return tuple(map(max, said, reached)) if reached else said
 
     def _possible(self, numbers: Numbers) -> Numbers:
-        """Return numbers, having checked that a policy can have made them."""
+        """Return numbers; BackendError for some that no policy makes."""
         (scale, *trackers), largest = numbers, self._largest
         if 0.0 < scale < math.inf and all(
             0 <= tracker <= most for tracker, most in zip(trackers, largest, strict=True)
         ):
             return numbers
         names = ScaleState._fields[1:]
-        found = ", ".join(f"{name}={tracker}" for name, tracker in zip(names, trackers, strict=True))
+        values = ", ".join(f"{name}={tracker}" for name, tracker in zip(names, trackers, strict=True))
         most = ", ".join(f"{name} {most}" for name, most in zip(names, largest, strict=True))
         msg = (
-            f"the host has read a state from {self.xp.__name__} that no policy makes, got scale={scale!r}, {found}; "
+            f"the host has read a state from {self.xp.__name__} that no policy makes, got scale={scale!r}, {values}; "
             f"the scale is finite and above 0, and no tracker negative or above {most}. A function of the library, "
             f"such as concat, gives wrong values for arrays this small, or something else has written to the state; "
             f"the scaler has not taken it over. gradscale.testing.check_backend may show which; try another version "
@@ -305,14 +305,14 @@ class CurrentScale:
         return kept | {
             "_restored": restored,
             "_seen": (0.0, 0),
-            "_given": copy.copy(self._given),
+            "_backend": copy.copy(self._backend),
             "state": None,
             "xp": None,
         }
 
     def __setstate__(self, kept: dict[str, object]) -> None:
         self.__dict__.update(kept)
-        self._use(self._given)
+        self._use(self._backend)
 
 
 def copied(state: ScaleState) -> ScaleState:
@@ -322,7 +322,7 @@ def copied(state: ScaleState) -> ScaleState:
 
 
 def _smallest_factor(policy: Policy) -> float:
-    """Return the smallest factor that one update may multiply the scale by; 0 if it is not known."""
+    """Return the smallest factor that one update may multiply the scale by; 0 for a user's policy."""
     if type(policy) is DynamicScale:
         return policy.backoff_factor
     return 1.0 if type(policy) is StaticScale else 0.0

@@ -46,7 +46,7 @@ _Outputs = TypeVar("_Outputs")
 
 _A_MICRO_LOSS = "loss must be a number or a real floating array of one element"
 _A_LOSS = "loss must be a number, a real floating array of one element, or False for none"
-# Dividing by it changes nothing.
+# The policy of guards, and of clipping without a scaler: a scale of 1 for good.
 _ONE = StaticScale(1.0)
 
 
@@ -72,7 +72,7 @@ def parts_of(
 
 
 def _snapshots_of(hold: object) -> list[Snapshot]:
-    """Return the snapshots of what is to be held, one for each library."""
+    """Return the snapshots of the arrays of ``hold``, one for each library."""
     by_library: dict[Backend, list[object]] = {}
     for each in () if hold is None else hold if isinstance(hold, (list, tuple)) else [hold]:
         by_library.setdefault(registry.backend_for(each), []).append(each)
@@ -156,7 +156,7 @@ class GradScaler:
     ('overflow', 512.0)
     """
 
-    # Given to a disabled scaler, too, which talks to nobody.
+    # Also of a disabled scaler, which talks to nobody.
     _has_group = False
 
     @with_options(Options)
@@ -167,9 +167,9 @@ class GradScaler:
     def _assemble(self, parts: Parts, enabled: bool, number: int = 1, steps: int = 0, alone: int = 0) -> None:
         parts = parts._replace(is_guard=isinstance(self, StepGuard))
         self._parts, self._enabled = parts, enabled
-        # Types and dtypes of single arrays that are floating ones of the state's library.
+        # Fast path: the (type, dtype) of losses that `scale` has checked once.
         self._checked_kinds: set[tuple[type, object]] = set()
-        # Held by the call that is under way; "with" leaves no place for Ctrl-C between taking it and the body.
+        # Locked by the call that is under way; "with" leaves no place for Ctrl-C between the lock and the body.
         self._busy = threading.Lock()
         self._diagnosis = Diagnosis(parts, enabled=enabled)
         self._iteration = Iteration(number, parts, steps, alone)
@@ -203,21 +203,21 @@ class GradScaler:
         if parts.agreement.failure is not None:
             raise parts.agreement.failure
         has_losses = parts.guard is not None and loss is None
-        given = None if parts.guard is None or loss is None or loss is False else checked_loss(loss, _A_LOSS)
+        guard_loss = None if parts.guard is None or loss is None or loss is False else checked_loss(loss, _A_LOSS)
         try:
             kind = type(outputs), getattr(outputs, "dtype", None)
-            is_met = kind in self._checked_kinds
+            is_checked = kind in self._checked_kinds
         except Exception as error:
             refusal = unreadable("outputs", error)
             raise refusal from error
         scaled: _Outputs
-        if is_met:
+        if is_checked:
             (scaled,) = self._multiplied(has_losses, None, (outputs,))
         else:
             multiply = functools.partial(self._multiplied, has_losses, outputs)
             scaled = parts.current.adapter.map_outputs(outputs, self._namespace_for, multiply)
-        if given is not None:
-            iteration.look([given])
+        if guard_loss is not None:
+            iteration.add_losses([guard_loss])
         elif loss is False and (iteration.losses.is_used or not iteration.losses.number):
             iteration.losses = Losses(is_used=True)
         return scaled
@@ -412,15 +412,15 @@ class GradScaler:
             _forbid_call("update()")
         with self._busy:
             parts, ended = self._parts, self._iteration
-            # An update that is interrupted can be made again: it learns once, and counts in its last call.
+            # An update that is interrupted can be called again: it learns once, and counts in its last call.
             report, underflow = ended.close(new_scale)
-            steps, told = ended.steps_before, [*ended.steps]
+            steps, reports = ended.steps_before, [*ended.steps]
             for progress in ended.progresses:
                 steps += progress.is_over and not progress.is_declined
                 if progress.left_out is not None:
                     owner = progress.owner() if progress.owner is not None else None
                     position = None if owner is None else parts.tally.position_of(owner)
-                    told.append((step_report(progress.left_out, ended.number, parts.agreement.rank()), position))
+                    reports.append((step_report(progress.left_out, ended.number, parts.agreement.rank()), position))
             is_alone = parts.agreement.is_alone and ended.is_alone
             alone = ended.alone_before + (steps - ended.steps_before if is_alone else 0)
             following = Iteration(ended.number + 1, parts, steps, alone)
@@ -428,9 +428,9 @@ class GradScaler:
                 following.go_on_from(ended)
             self._iteration = following
             parts.tally.drop(0 if ended.micro.stepped else ended.micro.dropped)
-            for step, position in told:
+            for step, position in reports:
                 parts.tally.note(step, position)
-            stalled, gives_up = parts.tally.take_grown(is_alone=ended.is_alone, gives_up=ended.gives_up)
+            stalled, gives_up = parts.tally.pop_stalled(is_alone=ended.is_alone, gives_up=ended.gives_up)
             try:
                 if report is not None:
                     parts.reports.tell_update(report())
@@ -448,8 +448,8 @@ class GradScaler:
     def counts(self) -> dict[str, int]:
         """Return how many steps were made or skipped so far: ``taken``, ``overflow``, ``spike`` and ``refused``.
 
-        They count at ``update``, also one that the loop left out since all ranks skip it. Steps that a fused optimizer
-        has judged on a device are read now; those of a captured graph do not count.
+        ``update`` counts a step, and also one that was left out because every rank skips it. Steps that a fused
+        optimizer has judged on a device are read now; those of a captured graph do not count.
         """
         self._iteration.check_late_verdicts(waits=True)
         return dict(self._parts.tally.counts)
@@ -666,7 +666,7 @@ class GradScaler:
         # which some ranks may leave out.
         steps = iteration.steps_before - iteration.alone_before
         if not (self._parts.agreement.is_alone and iteration.is_alone):
-            steps += sum(progress.is_made for progress in iteration.progresses)
+            steps += sum(progress.has_stepped for progress in iteration.progresses)
         return checkpoint.build(current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
@@ -727,7 +727,7 @@ class GradScaler:
         self._assemble(kept["_parts"], kept["_enabled"], *numbers)
         self._iteration.scaled, self._iteration.losses = scaled, losses
 
-    # The parts put together.
+    # Several parts at once.
 
     def _multiplied(self, has_losses: bool, outputs: object, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return arrays multiplied by the scale of the present iteration, in which an iterator may be consumed."""
@@ -736,13 +736,13 @@ class GradScaler:
         if self._parts.reports.diagnoses and (count := self._diagnosis.count_nonfinite(arrays)) is not None:
             iteration.loss_nonfinite += (count,)
         if has_losses:
-            iteration.look(filter(is_loss, arrays))
+            iteration.add_losses(filter(is_loss, arrays))
         if outputs is arrays[0]:
             self._checked_kinds.update((type(x), x.dtype) for x in arrays)
         return products
 
     def _namespace_for(self, like: Array) -> Namespace:
-        """Return the namespace of the state, made beside an array if there is none yet."""
+        """Return the namespace of the state, a new one beside an array if there is none yet."""
         current = self._parts.current
         backend = current.backend_for(like)
         if backend.forbid_tracing is not None:
@@ -812,7 +812,7 @@ class GradScaler:
     def _tell_of_stall(self, ended: Iteration, position: int, *, gives_up: bool) -> None:
         """Warn of an optimizer whose every step is skipped, with the cause that this rank sees, or raise."""
         tally, guard = self._parts.tally, self._parts.guard
-        streak = tally.told(position)
+        streak = tally.mark_warned(position)
         stalled = [optimizer for optimizer in ended.optimizers() if tally.streak_of(optimizer) is streak]
         texts = [streak.sentence(type(stalled[0]).__name__ if stalled else "an optimizer")]
         if "overflow" in streak.reasons:
@@ -983,13 +983,13 @@ class StepGuard(ShardedGradScaler):
         >>> [guard.keeps(loss) for loss in (0.5, float("nan"), 0.75)], guard.kept
         ([True, False, True], 2)
         """
-        given = checked_loss(loss, _A_MICRO_LOSS)
+        value = checked_loss(loss, _A_MICRO_LOSS)
         if not self._enabled:
             self._iteration.micro = MicroBatches(self.kept + 1)
             return True
         self._end_if_over()
         with call_of(self, "keeps()"):
-            return self._iteration.keeps(self, given)
+            return self._iteration.keeps(self, value)
 
     @property
     def kept(self) -> int:
@@ -1066,7 +1066,7 @@ def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
         # Some ranks may have divided their gradients already, so that all make new ones.
         scaler._iteration = Iteration(iteration.number, scaler._parts, iteration.steps_before, iteration.alone_before)
         scaler._parts.current.mark_unused()
-    # Ranks that have trained alone may have made other numbers of steps.
+    # Ranks that have trained alone may have had other numbers of steps.
     scaler._iteration.steps_before, scaler._iteration.alone_before = iteration.steps_before - iteration.alone_before, 0
     if scaler._parts.guard is not None:
         # Some of its ranks may have had values, and others none.

@@ -1,4 +1,4 @@
-"""Tally: how many steps were made or skipped, and for each optimizer its skipped steps in a row."""
+"""Tally: how many steps were taken or skipped, and for each optimizer its skipped steps in a row."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _scales(saved: object) -> tuple[float, int, float]:
 
 
 def raise_or_warn(sentences: Iterable[str], *, gives_up: bool) -> None:
-    """Raise TrainingStalledError with some sentences, of which some may be empty, or warn."""
+    """Warn of a stalled run, or raise TrainingStalledError if ``gives_up``; empty sentences are left out."""
     msg = ". ".join(filter(None, sentences))
     if gives_up:
         raise TrainingStalledError(msg)
@@ -119,24 +119,24 @@ class Tally:
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
-        given = {"warn_after": WARN_AFTER, "give_up_after": None, **options}
+        settings = {"warn_after": WARN_AFTER, "give_up_after": None, **options}
         self._warn_after, self._give_up_after = (
-            None if given[name] is None else validation.integer(name, given[name], 1, validation.LARGEST_INT32)
+            None if settings[name] is None else validation.integer(name, settings[name], 1, validation.LARGEST_INT32)
             for name in ("warn_after", "give_up_after")
         )
         self._positions = Positions()
-        self._names = COUNTED if getattr(given.get("skip"), "act", True) else (*COUNTED, _SEEN)
+        self._names = COUNTED if getattr(settings.get("skip"), "act", True) else (*COUNTED, _SEEN)
         self.restart({})
 
     def restart(self, counts: Mapping[str, int], streaks: Sequence[SkipStreak] = ()) -> None:
-        """Go on from saved counts, and streaks, which optimizers take over in the order of their first steps."""
+        """Go on from saved counts, and streaks, which optimizers get in the order of their first steps."""
         self.counts = {name: counts.get(name, 0) for name in self._names}
         if counts.get(_DROPPED):
             self.counts[_DROPPED] = counts[_DROPPED]
         self._streaks = {position: streak for position, streak in enumerate(streaks) if streak.length}
-        # The positions of those that new optimizers take over: not those of optimizers that are gone.
+        # The positions of streaks for new optimizers: not those of optimizers that are gone.
         self._loaded = {*self._streaks}
-        # The positions of those that have grown since they were last looked at.
+        # The positions of streaks that have grown since the last ``pop_stalled``.
         self._grown: set[int] = set()
 
     def drop(self, number: int) -> None:
@@ -162,7 +162,7 @@ class Tally:
         return self._streaks.get(position, _NO_STREAK)
 
     def saved(self) -> list[SkipStreak] | None:
-        """Return the streaks by position; None if no run is given up for them."""
+        """Return the streaks by position; None without ``give_up_after``."""
         last = max(self._streaks, default=-1)
         return None if self._give_up_after is None else [*map(self._at, range(last + 1))]
 
@@ -188,7 +188,7 @@ class Tally:
             return False
         return self._at(self.position_of(optimizer)).length + 1 >= self._give_up_after
 
-    def take_grown(self, *, is_alone: bool, gives_up: bool) -> tuple[int | None, bool]:
+    def pop_stalled(self, *, is_alone: bool, gives_up: bool) -> tuple[int | None, bool]:
         """Return the position of a streak that has grown and is too long, and whether the run ends.
 
         A process that decides alone ends it by its own count, and ranks if they have agreed so: ``gives_up``. One is
@@ -206,8 +206,8 @@ class Tally:
                 return position, False
         return None, False
 
-    def told(self, position: int) -> SkipStreak:
-        """Return a streak that is warned of now."""
+    def mark_warned(self, position: int) -> SkipStreak:
+        """Return a streak, marked as warned of at its length."""
         streak = self._streaks[position] = self._at(position)._replace(warned_at=self._at(position).length)
         return streak
 

@@ -60,7 +60,7 @@ class Step:
         own = None if stepping is None else stepping(self)
         progress = self.progress = iteration.begin_step(optimizer, by_closure=self.closure is not None)
         if self._inputs is not None:
-            iteration.take_inputs(progress, self._inputs, has_closure=self.closure is not None)
+            iteration.set_inputs(progress, self._inputs, has_closure=self.closure is not None)
         # Unless it comes to its end.
         progress.has_failed = self.closure is None
         if self.closure is not None:
@@ -89,11 +89,11 @@ class Step:
     ) -> bool:
         is_over = error is None
         if self.around is not None:
-            # It holds this step.
+            # Break the cycle step -> context -> step, or the optimizer lives until the collector runs.
             around, self.around = self.around, None
             around.__exit__(kind, error, trace)
         if self.closure is not None:
-            # They hold this step, too.
+            # The closure in them is such a cycle, too.
             self.args, self.kwargs = (), {}
             is_over = is_over or isinstance(error, _SkippedStepError)
             if is_over and self.verdict is None:
@@ -104,7 +104,7 @@ class Step:
                 raise CallOrderError(msg)
         elif isinstance(error, TypeError):
             self._require_arguments(error)
-        # Set before for a step without a closure, whose evaluations would be taken for another loss.
+        # Set before for a step without a closure, whose evaluations would count as another loss.
         self.progress.has_failed = not is_over and not (self.verdict and self.verdict.reason)
         if is_over:
             returned = self.returned
@@ -115,9 +115,9 @@ class Step:
         return is_over
 
     def _require_arguments(self, error: TypeError) -> None:
-        """Raise InvalidTypeError if the optimizer's step needs other arguments than it was given."""
+        """Raise InvalidTypeError if the optimizer's step needs other arguments."""
         try:
-            # Some functions do not tell their arguments.
+            # Some functions do not name their arguments.
             with contextlib.suppress(ValueError):
                 inspect.signature(self.optimizer.step).bind(*self.args, **self.kwargs)
         except TypeError as mismatch:
@@ -133,7 +133,7 @@ class Step:
         if candidate is None or callable(candidate):
             return candidate
         is_closure = "closure" in self.kwargs
-        # Some optimizers take other things, and some functions do not tell their arguments.
+        # Some optimizers have other arguments, and some functions do not name theirs.
         with contextlib.suppress(TypeError, ValueError, AttributeError):
             is_closure |= "closure" in [*inspect.signature(self.optimizer.step).parameters][:2]
         if is_closure:
@@ -160,15 +160,15 @@ class Step:
                     self._unscale(self.optimizer)
                     progress.stage = Stage.UNSCALED
                 verdict = self.verdict = iteration.verdict_for_step(progress, self.optimizer)
-            is_held = verdict.reason in KEEPS_SCALE
-            if is_held and self._completed:
+            keeps_scale = verdict.reason in KEEPS_SCALE
+            if keeps_scale and self._completed:
                 by = "" if iteration.agreement.is_alone else f" on rank {verdict.by}"
                 iteration.wrong_order(
                     f"refuse() was called{by} in evaluation {self._completed + 1} of a closure, and the optimizer has "
                     f"begun its step: restore its parameters from a copy or a checkpoint, and refuse a step in the "
                     f"closure's first evaluation"
                 )
-            if is_held:
+            if keeps_scale:
                 raise _SkippedStepError
             if not verdict.reason:
                 self._completed += 1
@@ -192,7 +192,7 @@ class Step:
 
 @contextlib.contextmanager
 def within_the_step(iteration: Iteration) -> Iterator[None]:
-    """Take calls of the scaler for calls of the step that is under way."""
+    """Let ``optimizer.step`` call the scaler (``grad_scaler=``, an overridden ``unscale_``), an error otherwise."""
     iteration.is_inside_closure = True
     try:
         yield

@@ -20,13 +20,13 @@ from gradscale.scaler.scale import CurrentScale
 class PendingVerdict:
     """The verdict on one optimizer's gradients. To construct one begins the agreement of the ranks.
 
-    Where it is:
+    Where the verdict is:
 
-    - Alone, with all numbers on the host: in ``known``, from the start.
-    - Over a group, or on a device: in the answer to the message, and in ``known`` after the first ``read``.
-    - ``is_late``, which an adapter sets if the optimizer acts on it by itself: the same, but read if asked. Until then
+    - Alone, with all numbers on the host: in ``verdict``, from the start.
+    - Over a group, or on a device: in the answer to the message, and in ``verdict`` after the first ``read``.
+    - ``is_late``, which an adapter sets if the optimizer acts on it by itself: the same, but read on demand. Until then
       ``count``, ``skips``, ``keeps_scale`` and ``reason`` answer with arrays of the device.
-    - ``is_captured``, if a captured graph writes it at each replay: ``read`` anew each time, and never in ``known``.
+    - ``is_captured``, if a captured graph writes it at each replay: ``read`` anew each time, and never in ``verdict``.
     - ``override``, which an adapter sets if a framework judges by itself: it returns 0-d, 0 for finite gradients, or
       None, and takes the place of the count. It overrules no spike and no refusal. ``is_placeholder``: nobody else
       has judged.
@@ -39,7 +39,7 @@ class PendingVerdict:
     iteration.
     """
 
-    known: Verdict | None = None
+    verdict: Verdict | None = None
     override: Callable[[], Array | None] | None = None
     is_placeholder = is_late = is_captured = False
     _copy: HostRead | None = None
@@ -48,7 +48,7 @@ class PendingVerdict:
         self,
         current: CurrentScale,
         agreement: Agreement,
-        found: Findings,
+        findings: Findings,
         state: ScaleState,
         groups: Sequence[Collectives],
         claim: Claim | None,
@@ -61,14 +61,14 @@ class PendingVerdict:
         is_last_chance: bool = False,
         has_values: bool = True,
     ) -> None:
-        self.found, self.state, self.groups, self.is_judged_late = found, state, groups, is_judged_late
+        self.findings, self.state, self.groups, self.is_judged_late = findings, state, groups, is_judged_late
         # Gradients of a state before a load say nothing of the one in force.
         self.rank, self._updates = agreement.rank, current.updates if state is current.state else -1
-        count, scaled = found.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2 + has_values
-        presence = (not_scaled or Presence.SOME) if found.has_gradients else Presence.NONE
+        count, scaled = findings.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2 + has_values
+        presence = (not_scaled or Presence.SOME) if findings.has_gradients else Presence.NONE
         self._is_idle = presence is Presence.ZEROS and not groups
         # The state as numbers, if the host knows them; alone, of the scale.
-        alone = None if found.scale is None else [found.scale]
+        alone = None if findings.scale is None else [findings.scale]
         numbers = current.state_adapter.peek(state) if groups else alone
         if not isinstance(code, int):
             (code,) = current.state_adapter.peek((code,)) or (code,)
@@ -79,13 +79,13 @@ class PendingVerdict:
             # It goes before a refusal, which counts again if a framework overrules the overflow.
             fault = claims.fault_of(loss) or claims.fault_in(self._hidden)
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank(), fault)
-        norm = 0.0 if found.norm is None else found.norm
+        norm = 0.0 if findings.norm is None else findings.norm
         if not isinstance(norm, float):
             (norm,) = current.state_adapter.peek((norm,)) or (norm,)
         self._norm, self._loss = norm, loss
         # Whether a read has to fetch them: each replay of a captured graph gives others.
         self._reads_norm, self._reads_loss = not isinstance(norm, float), is_array_api_obj(loss)
-        self.is_judged_by_host = found.deferred is not None and found.norm is None
+        self.is_judged_by_host = findings.deferred is not None and findings.norm is None
         if (
             numbers is not None
             and isinstance(count, int)
@@ -98,8 +98,8 @@ class PendingVerdict:
             if not groups:
                 if current.state_adapter.is_shared:
                     current.require_possible(numbers[0])
-                self.known = verdict_from(flags, count, numbers[0])
-                self.known = self.known._replace(norm=self._reported_norm(), loss=self.loss)
+                self.verdict = verdict_from(flags, count, numbers[0])
+                self.verdict = self.verdict._replace(norm=self._reported_norm(), loss=self.loss)
                 return
             values = claims.pack_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
             self._ballot = agreement.send(groups, current.state_adapter.integers(values, state.scale), number, claim)
@@ -125,20 +125,20 @@ class PendingVerdict:
     @property
     def is_unread(self) -> bool:
         """Whether the host has still to read the answer of a group."""
-        return self.known is None and len(self.groups) > 0 and not self.is_late
+        return self.verdict is None and len(self.groups) > 0 and not self.is_late
 
     def read(self) -> Verdict:
         """Return the verdict, read now if it is not yet (one host read), or a framework's in its place."""
-        found = self.known or self._read()
-        shown = None if self.override is None or found.reason in KEEPS_SCALE else self.override()
-        if shown is None:
-            return found
-        xp = array_namespace(shown)
-        is_bad = self._current.state_adapter.read(xp.reshape(xp.astype(shown, xp.int32), (1,)))[0] > 0
-        if found.reason is Reason.NO_GRADIENTS or is_bad != (found.reason > 0):
+        verdict = self.verdict or self._read()
+        count = None if self.override is None or verdict.reason in KEEPS_SCALE else self.override()
+        if count is None:
+            return verdict
+        xp = array_namespace(count)
+        is_bad = self._current.state_adapter.read(xp.reshape(xp.astype(count, xp.int32), (1,)))[0] > 0
+        if verdict.reason is Reason.NO_GRADIENTS or is_bad != (verdict.reason > 0):
             reason, by, by_loss = (Reason.OVERFLOW, None, False) if is_bad else self._otherwise()
-            return found._replace(reason=reason, by=by, by_loss=by_loss, nonfinite=1 if is_bad else 0)
-        return found
+            return verdict._replace(reason=reason, by=by, by_loss=by_loss, nonfinite=1 if is_bad else 0)
+        return verdict
 
     def _otherwise(self) -> tuple[Reason, int | None, bool]:
         """Return the spike or the refusal that an overflow hides, whose it is, and whether by its loss, if any."""
@@ -147,21 +147,21 @@ class PendingVerdict:
             return Reason.STEPPED, None, False
         return reason, by, claims.fault_in(self._hidden) > 0
 
-    def _by_hidden(self, found: Verdict) -> Verdict:
+    def _by_hidden(self, verdict: Verdict) -> Verdict:
         """Return a verdict of finite gradients, or of none, by what else skips the step, or is seen."""
         reason, by, by_loss = self._otherwise()
-        is_other = by is not None and (reason > 0 or found.reason is Reason.STEPPED)
-        return found._replace(reason=reason, by=by, by_loss=by_loss) if is_other else found
+        is_other = by is not None and (reason > 0 or verdict.reason is Reason.STEPPED)
+        return verdict._replace(reason=reason, by=by, by_loss=by_loss) if is_other else verdict
 
     def _read(self) -> Verdict:
         current = self._current
-        found = self._read_answer() if self.groups else self._read_alone()
+        verdict = self._read_answer() if self.groups else self._read_alone()
         if current.state_adapter.is_shared:
-            current.require_possible(found.scale, self.state)
+            current.require_possible(verdict.scale, self.state)
         if not self.is_captured:
-            self.known = found
-            current.note_scale(found.scale, self._updates)
-        return found
+            self.verdict = verdict
+            current.note_scale(verdict.scale, self._updates)
+        return verdict
 
     def _read_answer(self) -> Verdict:
         ballot, copy, current = self._ballot, self._copy, self._current
@@ -174,13 +174,13 @@ class PendingVerdict:
             values = copy()
             agreed, sent = values[:LENGTH], values[LENGTH:]
         self._settle(claims.verdict_of(agreed, sent).nonfinite, claims.state_bits(sent))
-        found = ballot.verdict(agreed, sent, current.policy, is_late=self.is_late)
-        self._hidden = claims.code_in(agreed) if found.reason else 0
+        verdict = ballot.verdict(agreed, sent, current.policy, is_late=self.is_late)
+        self._hidden = claims.code_in(agreed) if verdict.reason else 0
         if self._reads_norm:
             self._norm = claims.norm_of(sent)
         code = self._code if isinstance(self._code, int) else claims.code_in(sent)
-        saw = claims.has_seen(found, claims.code_in(agreed), code, claims.fault_of(self.loss))
-        return found._replace(norm=self._reported_norm(), loss=self.loss, saw=saw)
+        saw = claims.has_seen(verdict, claims.code_in(agreed), code, claims.fault_of(self.loss))
+        return verdict._replace(norm=self._reported_norm(), loss=self.loss, saw=saw)
 
     def _read_alone(self) -> Verdict:
         values = self._current.state_adapter.read(self._sent) if self._copy is None else self._copy()
@@ -190,25 +190,25 @@ class PendingVerdict:
         if self._reads_loss:
             *words, bits_of_loss = words
             self._loss = float32_from_bits(bits_of_loss)
-        if self.found.deferred is not None and self.is_judged_by_host:
-            self._count, self._norm = self.found.deferred.judge(words, scale)
+        if self.findings.deferred is not None and self.is_judged_by_host:
+            self._count, self._norm = self.findings.deferred.judge(words, scale)
             flags = flags._replace(nonfinite=self._count)
         elif self._reads_norm:
             self._norm = float32_from_bits(words[0])
         self._settle(flags.nonfinite, bits)
-        found = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm(), loss=self.loss)
+        verdict = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm(), loss=self.loss)
         # It may have been refused after the flags were packed.
         self._hidden = self._code if isinstance(self._code, int) else flags.code
-        if found.nonfinite:
+        if verdict.nonfinite:
             fault = claims.fault_of(self.loss) or claims.fault_in(self._hidden)
-            return found._replace(reason=Reason.OVERFLOW, by=self.rank(), by_loss=fault > 0)
-        return self._by_hidden(found)
+            return verdict._replace(reason=Reason.OVERFLOW, by=self.rank(), by_loss=fault > 0)
+        return self._by_hidden(verdict)
 
     def _packed_alone(self, flags: Flags) -> tuple[Flags, Array]:
         current, state = self._current, self.state
         at_min_scale = current.policy.at_min_scale(state)
         flags = flags if at_min_scale is None else flags._replace(limits=at_min_scale)
-        words = [self.found.deferred.words] if self.found.deferred is not None and self.is_judged_by_host else []
+        words = [self.findings.deferred.words] if self.findings.deferred is not None and self.is_judged_by_host else []
         if self._reads_norm:
             bits = current.state_adapter.bits(self._norm)
             words.append(norm_bits(current.state_adapter, self._norm) if bits is None else bits)
@@ -235,7 +235,7 @@ class PendingVerdict:
     @property
     def norm(self) -> float | None:
         """The norm on this rank before clipping, once the verdict is read."""
-        return None if self.found.norm is None and self.found.deferred is None else float(self._norm)
+        return None if self.findings.norm is None and self.findings.deferred is None else float(self._norm)
 
     def _reported_norm(self) -> float | None:
         norm = self.norm
@@ -256,33 +256,33 @@ class PendingVerdict:
 
     def count(self) -> Array | int | None:
         """Return the agreed count, 0-d if the host does not know it; None for a spike, a refusal or idle zeros."""
-        known = self.known if self.override is None or self.known is None else self.read()
-        if self._is_idle if known is None else (known.is_idle or known.reason in KEEPS_SCALE):
+        verdict = self.verdict if self.override is None or self.verdict is None else self.read()
+        if self._is_idle if verdict is None else (verdict.is_idle or verdict.reason in KEEPS_SCALE):
             return None
-        if known is not None and self.override is None and isinstance(self._count, int):
-            return known.nonfinite
+        if verdict is not None and self.override is None and isinstance(self._count, int):
+            return verdict.nonfinite
         return self._deciding_count()
 
     def _deciding_count(self) -> Array | int:
         """Return the count that decides: a framework's, if it has one and no spike or refusal stands against it."""
-        shown = None if self.override is None else self.override()
-        if shown is None:
+        count = None if self.override is None else self.override()
+        if count is None:
             return self._overflow()
-        code = 0 if self.known is not None else self._agreed_code()
+        code = 0 if self.verdict is not None else self._agreed_code()
         if isinstance(code, int) and not claims.is_skip(code):
-            return shown
-        own, xp = self._overflow(), array_namespace(shown)
-        return xp.where((own == 0) & claims.is_skip(code), xp.zeros_like(shown), shown)
+            return count
+        own, xp = self._overflow(), array_namespace(count)
+        return xp.where((own == 0) & claims.is_skip(code), xp.zeros_like(count), count)
 
     def _overflow(self) -> Array | int:
         """Return the agreed count, 0-d, or 1 for any number."""
         if isinstance(self._count, int):
-            return self.known.nonfinite if self.known is not None else self._read().nonfinite
+            return self.verdict.nonfinite if self.verdict is not None else self._read().nonfinite
         if not self.groups or hasattr(self.state.scale, "compute"):
             return self._count
         agreed = self._ballot.agreed()
         count = claims.flags_in(agreed).nonfinite
-        if self.known is not None:
+        if self.verdict is not None:
             return count
         # If ranks differ no rank steps, until the host sees it.
         xp = array_namespace(agreed)
@@ -294,7 +294,7 @@ class PendingVerdict:
 
     def skips(self) -> Array | bool:
         """Return whether the ranks skip the step, 0-d, 0 if they do not, if the host does not know; no host read."""
-        if self.known is not None:
+        if self.verdict is not None:
             return self.read().reason > 0
         own, code = self._deciding_count(), self._agreed_code()
         if isinstance(code, int):
@@ -311,15 +311,15 @@ class PendingVerdict:
 
     def reason(self) -> Reason | Array:
         """Return why the ranks skip the step; its number as a 0-d int32 if the host does not know."""
-        if self.known is not None or not self.is_late:
+        if self.verdict is not None or not self.is_late:
             return self.read().reason
-        own, given = self._deciding_count(), claims.reason_number(self._agreed_code())
+        own, reason = self._deciding_count(), claims.reason_number(self._agreed_code())
         xp = array_namespace(own)
-        number = xp.full_like(own, given, dtype=xp.int32) if isinstance(given, int) else given
+        number = xp.full_like(own, reason, dtype=xp.int32) if isinstance(reason, int) else reason
         return xp.where(own != 0, xp.full_like(number, Reason.OVERFLOW), number)
 
     def refuse(self, code: int) -> None:
         """Skip the step of a process that decides alone."""
         self._code = self._hidden = code
-        if self.known is not None and not self.known.nonfinite:
-            self.known = self._by_hidden(self.known)
+        if self.verdict is not None and not self.verdict.nonfinite:
+            self.verdict = self._by_hidden(self.verdict)
