@@ -17,6 +17,7 @@ from gradscale.core.arithmetic import is_floating
 from gradscale.core.protocols import Policy
 from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError, short_repr
 from gradscale.scaler import claim as claims
+from gradscale.scaler.differences import spread
 from gradscale.scaler.overflow import ParameterReport, find_cause
 from gradscale.scaler.stall import SkipStreak, raise_or_warn
 from gradscale_jax import trees
@@ -128,7 +129,7 @@ class Verdict(NamedTuple):
         if np.any(verdict.desynced):
             # Of a scan, of vmap or of pmap there are several.
             lowest, highest = verdict.lowest[verdict.desynced], verdict.highest[verdict.desynced]
-            differing = claims.spread(lowest.min(axis=0).tolist(), highest.max(axis=0).tolist())
+            differing = spread(lowest.min(axis=0).tolist(), highest.max(axis=0).tolist())
             what = "; ".join(differing) or f"settings: compare the policy (here {policy!r})"
             msg = (
                 f"ranks hold different states: {what}. No rank took this step. Load one checkpoint on every rank, "
@@ -148,7 +149,7 @@ class Verdict(NamedTuple):
 def _in_words(verdict: Verdict) -> str:
     nonfinite, desynced, _, highest, lowest, spike, _ = (np.asarray(field).tolist() for field in verdict)
     if desynced:
-        return "; ".join(["skipped, ranks hold different states", *claims.spread(lowest, highest)])
+        return "; ".join(["skipped, ranks hold different states", *spread(lowest, highest)])
     bad = f"gradient arrays that are not finite: {nonfinite}" if nonfinite else "a spike"
     what = f"skipped, {bad}" if nonfinite or spike else "taken"
     return f"{what}, scale {validation.float32_from_bits(highest[0]):.9g}"

@@ -23,8 +23,8 @@ from gradscale.core.gradients import Request
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr, warn_caller
 from gradscale.scaler.inputs import Batch, checked_inputs
-from gradscale.scaler.iteration import Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, ReplacementOptions, with_options
+from gradscale.scaler.progress import Stage
 from gradscale.scaler.scale import CurrentScale
 from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, step_of
 from gradscale.scaler.stepper import Step

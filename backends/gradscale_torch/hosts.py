@@ -16,7 +16,8 @@ import gradscale
 from gradscale.core.gradients import Findings
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError, short_repr
-from gradscale.scaler.iteration import Iteration, Progress, Stage
+from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.progress import Progress, Stage
 from gradscale.scaler.scaler import iteration_of
 from gradscale.scaler.verdict import PendingVerdict
 from gradscale_torch.backend import is_torchs

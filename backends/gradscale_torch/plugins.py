@@ -10,7 +10,7 @@ import torch
 
 from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.extras import needs
-from gradscale.scaler.iteration import Stage
+from gradscale.scaler.progress import Stage
 from gradscale.scaler.reports import StepReport
 from gradscale.scaler.scaler import iteration_of
 from gradscale_torch.amp import GradScaler, StepGuard

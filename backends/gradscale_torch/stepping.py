@@ -11,7 +11,7 @@ import torch
 
 from gradscale.errors import InvalidValueError, warn_caller
 from gradscale.scaler.claim import Reason, Verdict
-from gradscale.scaler.iteration import Stage
+from gradscale.scaler.progress import Stage
 from gradscale.scaler.stepper import Step, within_the_step
 from gradscale.scaler.verdict import PendingVerdict
 from gradscale_torch import devices

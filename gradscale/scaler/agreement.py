@@ -29,6 +29,7 @@ from gradscale.errors import (
 )
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import Claim, Outcome, Verdict
+from gradscale.scaler.differences import difference, joined
 from gradscale.scaler.scale import CurrentScale
 from gradscale.waiting import call_within
 
@@ -476,9 +477,9 @@ class Ballot:
             firsts = [hashes.index(one) for one in hashes]
             texts = gather_texts(message if collectives.rank in firsts else b"", collectives, carry)
             details, earlier = zip(*(json.loads(texts[first]) for first in firsts), strict=True)
-            differing = claims.difference(dict(zip(ranks, details, strict=True)))
+            differing = difference(dict(zip(ranks, details, strict=True)))
             # Others may have differed over the groups before.
-            before = claims.joined([differing, *earlier])
+            before = joined([differing, *earlier])
         return before
 
     def _carry(self, collectives: Collectives, values: Sequence[int]) -> list[int]:

@@ -23,8 +23,9 @@ from gradscale.core.tree import first_floating, require_arrays
 from gradscale.errors import BackendError, GradscaleError, InvalidTypeError, short_repr
 from gradscale.scaler.agreement import Exchange
 from gradscale.scaler.claim import Purpose, Verdict
-from gradscale.scaler.iteration import Iteration, Parts, Progress, Stage
+from gradscale.scaler.iteration import Iteration, Parts
 from gradscale.scaler.overflow import OverflowReport, ParameterReport, RankReport
+from gradscale.scaler.progress import Progress, Stage
 
 # After so many overflows in a row the weights and the optimizer's state are searched, too.
 _SUSPICIOUS = 3

@@ -33,10 +33,11 @@ from gradscale.scaler.clipping import Clipping, checked_clipping
 from gradscale.scaler.diagnosis import Diagnosis, DiagnosisOptions
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
-from gradscale.scaler.iteration import UNSCALING, Iteration, MicroBatches, Parts, Stage
+from gradscale.scaler.iteration import UNSCALING, Iteration, MicroBatches, Parts
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, with_options
 from gradscale.scaler.overflow import OverflowReport
+from gradscale.scaler.progress import Stage
 from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepReport, callbacks_of, step_report
 from gradscale.scaler.scale import CurrentScale, checked_scale
 from gradscale.scaler.stall import Tally, raise_or_warn

@@ -12,7 +12,8 @@ from gradscale.core.protocols import NOT_STEPPED, Optimizer
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError, InvalidTypeError, short_repr
 from gradscale.scaler.claim import KEEPS_SCALE, Verdict
 from gradscale.scaler.inputs import StepInputs
-from gradscale.scaler.iteration import Iteration, Progress, Stage
+from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.progress import Progress, Stage
 
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16

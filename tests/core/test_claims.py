@@ -24,6 +24,7 @@ from gradscale import ScaleState, ShardedGradScaler
 from gradscale.scaler import agreement
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import Claim, Outcome, Purpose, Reason
+from gradscale.scaler.differences import difference
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.numpy
@@ -159,7 +160,7 @@ def told(**values):
 
 
 def test_a_difference_of_many_ranks_and_values_is_cut_and_begins_with_what_others_follow_from():
-    text = claims.difference({(rank,): told(optimizer=rank % 10) for rank in range(200)})
+    text = difference({(rank,): told(optimizer=rank % 10) for rank in range(200)})
     assert text.startswith("optimizer: 0 on rank 0, 10, 20, 30, 40, 50, 60, 70 and 12 others | 1 on rank 1, ")
     assert ("7 on rank 7" in text, "8 on rank 8" in text) == (True, False)
     assert " | and 2 other values (numbered in the order" in text
@@ -170,20 +171,20 @@ def test_a_difference_of_many_ranks_and_values_is_cut_and_begins_with_what_other
         | {"settings": [rank, f"Policy({', '.join(f'setting{k}={rank + k}' for k in range(50))})"]}
         for rank in range(256)
     }
-    text = claims.difference(each)
+    text = difference(each)
     assert len(textwrap.wrap(text, 120)) <= 17
     assert text.endswith(
         "; and also iteration, message, optimizer, scaler, group, settings, steps, max_norm, checksum, kind"
     )
     # Of ranks at other calls it is told where they are, and nothing that follows from it.
-    text = claims.difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Purpose.DIAGNOSIS, kind="Tree")})
+    text = difference({(0,): told(max_norm=1.0, message=1), (1,): told(call=Purpose.DIAGNOSIS, kind="Tree")})
     assert [part.partition(":")[0] for part in text.split("; ")] == ["the call itself", "call of the iteration"]
     # Of settings the words that differ.
     texts = [f"DynamicScale(init_scale=4.0{more}), diagnose=False" for more in (", growth_interval=7", "")]
     held = {(rank, 1): told() | {"settings": [number, texts[number]]} for rank, number in enumerate((0, 1, 1))}
-    assert claims.difference(held) == f"settings: growth_interval=7 on rank 0/1 | {texts[1]} on rank 1/1, 2/1"
+    assert difference(held) == f"settings: growth_interval=7 on rank 0/1 | {texts[1]} on rank 1/1, 2/1"
     # Ranks may write one policy in several ways.
-    assert not claims.difference({(rank,): told() | {"settings": [7, f"<Policy at {rank}>"]} for rank in range(3)})
+    assert not difference({(rank,): told() | {"settings": [7, f"<Policy at {rank}>"]} for rank in range(3)})
 
 
 @pytest.mark.parametrize(
