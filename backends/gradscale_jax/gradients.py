@@ -230,8 +230,7 @@ def _require_trainable(index: int, arg: object, trained: object, *, allow_int: b
             msg = (
                 f"fun is differentiated by argument {index}, whose leaves must be floating or complex arrays, got "
                 f"{getattr(leaf, 'dtype', None) or short_repr(leaf)} at {jax.tree_util.keystr(path) or 'its root'}: "
-                f"say "
-                f"filter=eqx.is_inexact_array for equinox (and compile with eqx.filter_jit), or give params of "
+                f"say filter=eqx.is_inexact_array for equinox (and compile with eqx.filter_jit), or give params of "
                 f"params, static = eqx.partition(model, eqx.is_inexact_array) and call eqx.combine(params, static) in "
                 f"fun; with flax nnx {_OF_NNX}; for integers say allow_int=True"
             )

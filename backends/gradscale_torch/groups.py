@@ -370,9 +370,8 @@ def _process_group_of(user_group: object, timeout: float) -> dist.ProcessGroup:
         raise InvalidValueError(msg)
     if not carriers(group):
         msg = (
-            f"group must carry tensors of a device of this machine, got a group of "
-            f"{dist.get_backend_config(group)!r}, and none of these is available here: pass one that has gloo, such as "
-            f"new_group(backend='gloo')"
+            f"group must carry tensors of a device of this machine, got a group of {dist.get_backend_config(group)!r}, "
+            f"and none of these is available here: pass one that has gloo, such as new_group(backend='gloo')"
         )
         raise InvalidValueError(msg)
     return group

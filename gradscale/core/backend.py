@@ -292,8 +292,7 @@ def require_values(like: Array | None) -> None:
     """Raise InvalidTypeError for a tensor on torch's meta device, where a state would have no values."""
     if getattr(getattr(like, "device", None), "type", None) == "meta":
         msg = (
-            f"the state cannot be made beside a tensor without values, got {short_repr(like)}: materialize the "
-            f"model, and "
-            f"scale its loss on a device that computes"
+            f"the state cannot be made beside a tensor without values, got {short_repr(like)}: materialize the model, "
+            f"and scale its loss on a device that computes"
         )
         raise InvalidTypeError(msg)

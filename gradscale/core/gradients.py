@@ -508,8 +508,7 @@ def inspected_arrays(
         msg = (
             f"state=True searches what optimizers of torch's kind have, arrays in param_groups and a mapping named "
             f"state, got {short_repr(optimizer)} of type {type(optimizer).__name__}: pass params= and state=, the "
-            f"weights "
-            f"and the optimizer's state in nested containers"
+            f"weights and the optimizer's state in nested containers"
         )
         raise InvalidTypeError(msg)
     if params is None:

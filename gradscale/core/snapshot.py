@@ -44,8 +44,7 @@ class ArraySnapshot:
             except Exception as error:
                 msg = (
                     f"{HOLDABLE}, got {short_repr(each)}: {error}. Of one that cannot be written go on with the old "
-                    f"array "
-                    "if last_step(optimizer).skipped; in a compiled step gradscale.select chooses"
+                    f"array if last_step(optimizer).skipped; in a compiled step gradscale.select chooses"
                 )
                 raise InvalidTypeError(msg) from error
         self._arrays = arrays

@@ -238,9 +238,8 @@ def _require_array(leaf: object, name: Callable[[], str]) -> None:
     if leaf is None or isinstance(leaf, int) or is_array_api_obj(leaf):
         return
     msg = (
-        f"{name()} must be an array of a library that follows the array API standard (or None), got "
-        f"{short_repr(leaf)} of "
-        f"type {type(leaf).__name__}"
+        f"{name()} must be an array of a library that follows the array API standard (or None), got {short_repr(leaf)} "
+        f"of type {type(leaf).__name__}"
     )
     if isinstance(leaf, float):
         msg += f"; wrap it, such as np.float32({leaf})"

@@ -114,8 +114,7 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
         if type(policy) not in _KINDS.values():
             msg = (
                 f"it holds a {type(restored).__name__}, and this scaler's policy is {short_repr(policy)}; leave out "
-                f"the key "
-                f"'policy' to keep this one"
+                f"the key 'policy' to keep this one"
             )
             raise InvalidValueError(msg)
         policy = restored

@@ -587,9 +587,8 @@ def _form(value: object, what: str) -> _Form:
         return _fields(value, what)
     msg = (
         f"{what} must be the same value in every process, so that ranks can tell whether they hold one policy, got "
-        f"{short_repr(value)}: make it a number, text, bytes, an enumeration, a class, or a tuple or frozen "
-        f"dataclass of "
-        f"these, or leave the field out with dataclasses.field(compare=False)"
+        f"{short_repr(value)}: make it a number, text, bytes, an enumeration, a class, or a tuple or frozen dataclass "
+        f"of these, or leave the field out with dataclasses.field(compare=False)"
     )
     raise InvalidTypeError(msg)
 
