@@ -207,6 +207,8 @@ class Presence(enum.IntEnum):
     ZEROS = 1
     """Nothing but zeros; only a rank that has not scaled tells them from others."""
     SOME = 2
+    REFUSED = 3
+    """The program refuses the step, which an overflow on any rank hides in the code."""
 
 
 KEEPS_SCALE = Reason.SPIKE, Reason.REFUSED
@@ -243,7 +245,9 @@ class Verdict(NamedTuple):
     saw: bool = True
     """Whether this rank itself has seen why the step is skipped: a bad loss of its own if that is the cause."""
     lacks_values: bool = False
-    """Whether no rank has a value for the rule of a guard."""
+    """Whether no rank has a value for the rule for spikes."""
+    is_refused: bool = False
+    """Whether the program on some rank refuses the step, whatever else is wrong."""
 
 
 class Flags(NamedTuple):
@@ -270,7 +274,7 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
     if nonfinite and reason not in (Reason.OVERFLOW, Reason.FAILED):
         # A count of devices names no rank; a bad loss does.
         reason, by = Reason.OVERFLOW, by if by_loss else None
-    if not scaled and presence == Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
+    if not scaled and presence >= Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by, by_loss = Reason.NOT_SCALED, None, False
     is_idle = not scaled and presence == Presence.ZEROS
     is_unscaled = scaled == 1 and bool(presence)
@@ -287,6 +291,7 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
         by_loss=by_loss,
         gives_up=limits > 1,
         lacks_values=lacks_values,
+        is_refused=presence == Presence.REFUSED,
     )
 
 

@@ -75,6 +75,8 @@ class PendingVerdict:
         self._current, self._code, self._count = current, code, count
         # The reason that an overflow hides.
         self._hidden = code if isinstance(code, int) else 0
+        if groups and claims.reason_number(self._hidden) == Reason.REFUSED:
+            presence = Presence.REFUSED
         if isinstance(count, int) and count:
             # It goes before a refusal, which counts again if a framework overrules the overflow.
             fault = claims.fault_of(loss) or claims.fault_in(self._hidden)
@@ -144,7 +146,8 @@ class PendingVerdict:
         """Return the spike or the refusal that an overflow hides, whose it is, and whether by its loss, if any."""
         reason, by = claims.reason_and_rank(self._hidden)
         if not self._hidden or reason > Reason.REFUSED:
-            return Reason.STEPPED, None, False
+            is_refused = self.verdict is not None and self.verdict.is_refused
+            return Reason.REFUSED if is_refused else Reason.STEPPED, None, False
         return reason, by, claims.fault_in(self._hidden) > 0
 
     def _by_hidden(self, verdict: Verdict) -> Verdict:

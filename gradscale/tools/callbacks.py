@@ -140,7 +140,8 @@ class LogUpdates:
         text = f"iteration {step.iteration}: step skipped"
         if step.skipped and step.reason != "overflow":
             why = next((words.deed for words in REASONS.values() if words.name == step.reason), "") or step.reason
-            self._logger.log(self._skip_level, f"{text}: rank {step.by} {why}{_data(step)}")
+            who = "some rank" if step.by is None else f"rank {step.by}"
+            self._logger.log(self._skip_level, f"{text}: {who} {why}{_data(step)}")
         elif step.skipped:
             count = f"{step.nonfinite} non-finite gradient{'s' * (step.nonfinite != 1)} (inf or NaN)"
             self._logger.log(

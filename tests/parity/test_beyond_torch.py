@@ -224,6 +224,24 @@ def test_a_step_whose_overflow_a_framework_overrules_is_still_refused(is_refused
     assert (run.report.reason, run.held, run.scaler.get_scale()) == ("refused", [[0.0, 0.0]], 4.0)
 
 
+@pytest.mark.parametrize("bad", range(3))
+@pytest.mark.parametrize("odd", range(3))
+def test_a_step_that_one_rank_refuses_is_not_made_if_frameworks_overrule_the_overflow_of_any(odd: int, bad: int):
+    def rank(group) -> list[Any]:
+        run = Small(ShardedGradScaler("cpu", 4.0, group=group))
+        run.give(math.inf if group.rank == bad else 1.0)
+        if group.rank == odd:
+            run.scaler.refuse(run.optimizer)
+        run.scaler.unscale_(run.optimizer)
+        for flag in run.scaler._found_inf_per_device(run.optimizer).values():
+            flag.zero_()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        return [run.report.reason, run.held, run.scaler.get_scale()]
+
+    assert run_ranks(3, rank) == [["refused", [[0.0, 0.0]], 4.0]] * 3
+
+
 @pytest.mark.parametrize("gradient", [1.0, math.inf])
 def test_an_update_tells_of_a_skip_that_a_framework_has_made_by_itself(gradient: float):
     told: list[gradscale.UpdateReport] = []
