@@ -26,7 +26,7 @@ from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, ReplacementOptions, with_options
 from gradscale.scaler.progress import Stage
 from gradscale.scaler.scale import CurrentScale
-from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, parts_of, step_of
+from gradscale.scaler.scaler import agree_over, assemble, call_of, collaborators_of, iteration_of, step_of
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, hosts
 from gradscale_torch.backend import ScalerBackend
@@ -187,7 +187,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             options.get("policy"), is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval)
         )
         backend = ScalerBackend(Settings(device, allow_fp16_grads, self._is_sharded, self._timeout))
-        assemble(self, parts_of({**options, **factors}, backend, None, _own_rank), is_enabled)
+        assemble(self, collaborators_of({**options, **factors}, backend, None, _own_rank), is_enabled)
         self.set_group(group)
 
     def __repr__(self) -> str:

@@ -15,8 +15,8 @@ words of ranks that differ, travel in rounds of such messages, in the place of t
 shorter. It goes before all others over a group, since another version may make them of another form.
 
 No other file knows the layout. One more thing to agree on, if it is an option of the scaler, is one more of those that
-``parts_of`` of scaler.py gives to the agreement. If it may change from message to message, it is a field of the claim,
-before ``kind``: ``next_claim`` fills it, and claims that other files make leave it at its default.
+``collaborators_of`` of scaler.py gives to the agreement. If it may change from message to message, it is a field of the
+claim, before ``kind``: ``next_claim`` fills it, and claims that other files make leave it at its default.
 """
 
 from __future__ import annotations

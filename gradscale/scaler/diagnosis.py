@@ -23,7 +23,7 @@ from gradscale.core.tree import first_floating, require_arrays
 from gradscale.errors import BackendError, GradscaleError, InvalidTypeError, short_repr
 from gradscale.scaler.agreement import Exchange
 from gradscale.scaler.claim import Purpose, Verdict
-from gradscale.scaler.iteration import Iteration, Parts
+from gradscale.scaler.iteration import Collaborators, Iteration
 from gradscale.scaler.overflow import OverflowReport, ParameterReport, RankReport
 from gradscale.scaler.progress import Progress, Stage
 
@@ -48,7 +48,7 @@ class DiagnosisOptions(NamedTuple):
 class Diagnosis:
     """Makes the reports of ``diagnose``, and of a scaler with ``diagnose="on_overflow"`` in its steps."""
 
-    def __init__(self, parts: Parts, *, enabled: bool) -> None:
+    def __init__(self, parts: Collaborators, *, enabled: bool) -> None:
         self._current, self._agreement, self._reports = parts.current, parts.agreement, parts.reports
         self._adapter, self._cache, self._tally = parts.current.adapter, parts.cache, parts.tally
         self._enabled = enabled

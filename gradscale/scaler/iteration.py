@@ -60,7 +60,7 @@ UNSCALING = Request()
 _JUDGING = Request(divides=False)
 
 
-class Parts(NamedTuple):
+class Collaborators(NamedTuple):
     """The parts of a scaler."""
 
     current: CurrentScale
@@ -118,7 +118,7 @@ class Iteration:
     _closure_state: ScaleState | None = None
     _messages = 0
 
-    def __init__(self, number: int, parts: Parts, steps_before: int = 0, alone_before: int = 0) -> None:
+    def __init__(self, number: int, parts: Collaborators, steps_before: int = 0, alone_before: int = 0) -> None:
         self.number, self.parts, self.steps_before, self.alone_before = number, parts, steps_before, alone_before
         self.current, self.agreement, self.reports, self._cache, self.mistakes, self.tally, self.guard, *_ = parts
         # With the position of the optimizer's streak.

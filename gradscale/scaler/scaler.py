@@ -33,7 +33,7 @@ from gradscale.scaler.clipping import Clipping, checked_clipping
 from gradscale.scaler.diagnosis import Diagnosis, DiagnosisOptions
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
-from gradscale.scaler.iteration import UNSCALING, Iteration, MicroBatches, Parts
+from gradscale.scaler.iteration import UNSCALING, Collaborators, Iteration, MicroBatches
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, with_options
 from gradscale.scaler.overflow import OverflowReport
@@ -51,12 +51,12 @@ _A_LOSS = "loss must be a number, a real floating array of one element, or False
 _ONE = StaticScale(1.0)
 
 
-def parts_of(
+def collaborators_of(
     options: Mapping[str, object],
     backend: str | Backend | None,
     groups: Sequence[Collectives] | None = (),
     own_rank: Callable[[], int | None] | None = None,
-) -> Parts:
+) -> Collaborators:
     """Return the parts of a scaler with these options."""
     current, reports, guard = (
         CurrentScale(policy_of(options), backend),
@@ -69,7 +69,9 @@ def parts_of(
     clipping = checked_clipping(options.get("max_norm"), options.get("norm_over"))
     agreement = Agreement(groups, {**common, **clipping._asdict()}, own_rank)
     snapshots = _snapshots_of(options.get("hold"))
-    return Parts(current, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard, clipping, snapshots)
+    return Collaborators(
+        current, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard, clipping, snapshots
+    )
 
 
 def _snapshots_of(hold: object) -> list[Snapshot]:
@@ -162,10 +164,10 @@ class GradScaler:
 
     @with_options(Options)
     def __init__(self, **options: Unpack[Options]) -> None:
-        parts = parts_of(options, options.get("backend"))
+        parts = collaborators_of(options, options.get("backend"))
         self._assemble(parts, validation.boolean("enabled", options.get("enabled", True)))
 
-    def _assemble(self, parts: Parts, enabled: bool, number: int = 1, steps: int = 0, alone: int = 0) -> None:
+    def _assemble(self, parts: Collaborators, enabled: bool, number: int = 1, steps: int = 0, alone: int = 0) -> None:
         parts = parts._replace(is_guard=isinstance(self, StepGuard))
         self._parts, self._enabled = parts, enabled
         # Fast path: the (type, dtype) of losses that `scale` has checked once.
@@ -712,7 +714,7 @@ class GradScaler:
         is_kept = (iteration.state is None or not iteration.current.is_fresh) and iteration.is_at_boundary
         scaled, losses = (iteration.scaled, iteration.losses) if is_kept else (False, Losses())
         # Each part says by itself what of it is kept.
-        parts = Parts._make(map(copy.copy, self._parts._replace(cache=IdentityMap(), snapshots=())))
+        parts = Collaborators._make(map(copy.copy, self._parts._replace(cache=IdentityMap(), snapshots=())))
         if not is_kept:
             # The copy has no gradients of its own.
             parts.current.mark_unused()
@@ -1028,7 +1030,7 @@ class StepGuard(ShardedGradScaler):
 # For adapters, whose scalers derive from these: functions, so that a user's scaler does not show them.
 
 
-def assemble(scaler: GradScaler, parts: Parts, enabled: bool) -> None:
+def assemble(scaler: GradScaler, parts: Collaborators, enabled: bool) -> None:
     """Make an adapter's scaler of its parts, which have not joined their groups yet."""
     scaler._assemble(parts, enabled)
 
