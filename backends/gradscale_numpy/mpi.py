@@ -196,6 +196,7 @@ class MPICollectives:
         _under_way[id(request)] = (request, self._comm, send, receive)
 
         def finish() -> Array:
+            _require_not_finalized()
             # Here, since an error in the start would lose the group.
             _warn_of_threads()
             self._wait(request, "the agreement on a step")
