@@ -433,7 +433,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         current = _current(self)
         current.materialize(torch.empty((), device=dev))
         current.is_fresh = False
-        iteration_of(self).mistakes.knows_unscaled_loss = True
+        iteration_of(self).mistakes.allow_unscaled_loss()
 
     _lazy_init_scale_growth_tracker = _not_called("_lazy_init_scale_growth_tracker", _make_state)
 
@@ -442,7 +442,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         iteration = iteration_of(self)
         progress = iteration.progress_of(optimizer)
         if progress.is_incomplete:
-            # It raises: a part of the gradients may be divided.
+            # Reading the verdict raises, since some gradients may be divided already.
             iteration.verdict(progress)
         stage = progress.stage
         request = Request(divides=False, are_scaled=stage is Stage.READY)

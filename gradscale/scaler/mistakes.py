@@ -11,41 +11,44 @@ from gradscale.scaler.overflow import NO_GRADIENTS
 class Mistakes:
     """Warns of what a loop has probably left out, of each but missing gradients once, also if that is an error."""
 
-    knows_unscaled_loss = False
-    _knows_no_values = _knows_no_gradients = _knows_half = False
+    _warned: frozenset[str] = frozenset()
+
+    def _warn_once(self, of: str, text: str) -> None:
+        if of not in self._warned:
+            # Before the warning, which may be an error; copies have told the same.
+            self._warned |= {of}
+            warn_caller(text)
+
+    def allow_unscaled_loss(self) -> None:
+        """Warn of no iteration without ``scale``: a framework has multiplied the loss itself."""
+        self._warned |= {"scale"}
 
     def tell_of_no_scale(self, iteration: int, of: str) -> None:
         """Warn of gradients of an optimizer, or of all ranks, that are divided in an iteration without ``scale``."""
-        if not self.knows_unscaled_loss:
-            self.knows_unscaled_loss = True
-            warn_caller(
-                f"scale() was not called in iteration {iteration}, and the gradients of {of} "
-                f"are divided by the scale. If you forgot it, make the gradients of scaler.scale(loss). If they are "
-                f"from before update(), which may have changed the scale, call step() before update(). If you have "
-                f"multiplied the loss by get_scale(), all is well. (Said once.)"
-            )
+        self._warn_once(
+            "scale",
+            f"scale() was not called in iteration {iteration}, and the gradients of {of} "
+            f"are divided by the scale. If you forgot it, make the gradients of scaler.scale(loss). If they are "
+            f"from before update(), which may have changed the scale, call step() before update(). If you have "
+            f"multiplied the loss by get_scale(), all is well. (Said once.)",
+        )
 
     def warn_of_half(self, of: str, dtypes: str) -> None:
         """Warn of gradients of an optimizer that are divided in half precision."""
-        if not self._knows_half:
-            self._knows_half = True
-            warn_caller(
-                f"gradients of {of} are divided by the scale in {dtypes}, where the small ones that the scale has "
-                f"saved are 0 again: give the optimizer an attribute master_dtype, such as np.float32, in which it "
-                f"gets them; a master_dtype of {dtypes} keeps them as they are. (Said once.)"
-            )
+        self._warn_once(
+            "half",
+            f"gradients of {of} are divided by the scale in {dtypes}, where the small ones that the scale has "
+            f"saved are 0 again: give the optimizer an attribute master_dtype, such as np.float32, in which it "
+            f"gets them; a master_dtype of {dtypes} keeps them as they are. (Said once.)",
+        )
 
     def warn_of_no_values(self, of: Sequence[str]) -> None:
         """Warn of a step in which a rule for spikes has nothing to judge."""
-        if not self._knows_no_values:
-            self._knows_no_values = True
-            warn_caller(no_values(of))
+        self._warn_once("values", no_values(of))
 
     def warn_of_no_gradients(self, what: str) -> None:
         """Warn of a guard's step without gradients, which does nothing, as that of a bare optimizer."""
-        if not self._knows_no_gradients:
-            self._knows_no_gradients = True
-            warn_caller(f"{what}. (Said once.)")
+        self._warn_once("gradients", f"{what}. (Said once.)")
 
     def tell_of_no_gradients(self) -> None:
         """Warn of a late verdict: each rank would raise an error at another call, and the others would wait."""
