@@ -138,10 +138,9 @@ class RankReport:
 
     def worst(self, limit: int) -> RankReport:
         """Return the report with at most so many entries."""
-        omitted = tuple(map(operator.add, self.omitted, _omitted(self, limit)))
-        return dataclasses.replace(
-            self, entries=self.entries[:limit], broken=self.broken and self.broken[:limit], omitted=omitted
-        )
+        entries = self.entries[:limit]
+        omitted = tuple(map(operator.add, self.omitted, _omitted(self, entries, limit)))
+        return dataclasses.replace(self, entries=entries, broken=self.broken and self.broken[:limit], omitted=omitted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,13 +218,11 @@ class OverflowReport:
 
     def worst(self, limit: int) -> OverflowReport:
         """Return the report with at most so many entries, among them the largest, and as many broken arrays."""
-        nonfinite, finite, broken = _omitted(self, limit)
         entries, largest = self.entries[:limit], max(self.entries, key=lambda one: one.largest or 0.0, default=None)
         if entries and largest is not None and largest not in entries:
             # The magnitude of the step in logs and plots.
             entries = (*entries[:-1], largest)
-            change = (entries[-1].nonfinite > 0) - (self.entries[limit - 1].nonfinite > 0)
-            nonfinite, finite = nonfinite - change, finite + change
+        nonfinite, finite, broken = _omitted(self, entries, limit)
         return dataclasses.replace(
             self,
             entries=entries,
@@ -272,11 +269,13 @@ class OverflowReport:
         return fields | {"entries": [entry.to_dict() for entry in self.entries], "broken": broken}
 
 
-def _omitted(report: RankReport | OverflowReport, limit: int) -> tuple[int, int, int]:
-    """Return how many entries with inf or NaN, finite ones and broken arrays a report has beyond a limit."""
-    rest = report.entries[limit:]
-    nonfinite = sum(entry.nonfinite > 0 for entry in rest)
-    return nonfinite, len(rest) - nonfinite, len((report.broken or ())[limit:])
+def _omitted(
+    report: RankReport | OverflowReport, entries: Sequence[ParameterReport], limit: int
+) -> tuple[int, int, int]:
+    """Return how many entries with inf or NaN, finite ones, and broken arrays beyond a limit a report has besides."""
+    nonfinite, kept = (sum(entry.nonfinite > 0 for entry in each) for each in (report.entries, entries))
+    finite = len(report.entries) - len(entries) - (nonfinite - kept)
+    return nonfinite - kept, finite, len((report.broken or ())[limit:])
 
 
 def _beginning(entries: Sequence[ParameterReport]) -> str:
