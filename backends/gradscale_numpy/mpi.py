@@ -209,7 +209,6 @@ class MPICollectives:
         return np.zeros((), dtype=np.float32)
 
     def _wait(self, request: MPI.Request, operation: str) -> None:
-        _require_not_finalized()
         self._group.run(self._group.until, request.Test, operation)
         _under_way.pop(id(request), None)
 

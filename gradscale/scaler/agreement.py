@@ -357,17 +357,18 @@ class Ballot:
         # By the group, as far as they have come: what finishes the message, and the answer.
         self._begun: list[Callable[[], Array]] = []
         self._answers: list[Array] = []
-        for one in groups:
-            agreement.common_of(one).queue.append(self)
+        self._queues = [agreement.common_of(one).queue for one in groups]
+        for queue in self._queues:
+            queue.append(self)
         self._start(sent)
 
     def _start(self, sent: Array) -> None:
         """Start the message over the next group, after those that were sent before it."""
-        group = self._groups[len(self._begun)]
-        queue = self.agreement.common_of(group).queue
+        position = len(self._begun)
+        queue = self._queues[position]
         for earlier in queue[: queue.index(self)]:
             earlier.agreed()
-        self._begun.append(group.start_max(sent))
+        self._begun.append(self._groups[position].start_max(sent))
         queue.remove(self)
 
     def agreed(self, *, is_read: bool = False) -> Array:
