@@ -81,7 +81,7 @@ if typing.TYPE_CHECKING:
     from gradscale.tools.foreign import ForeignState as ForeignState
     from gradscale.tools.foreign import load_foreign_state as load_foreign_state
 
-# What a training loop may do without is loaded at its first use, and would double the time of the import.
+# Loaded at their first use: training loops can do without them, and they would double the time of the import.
 _LATER = {
     "ForeignState": "gradscale.tools.foreign",
     "load_foreign_state": "gradscale.tools.foreign",

@@ -168,7 +168,9 @@ def short_repr(value: object) -> str:
 
 def one_line(text: str) -> str:
     """Return text that may hold names from outside, with line breaks and escapes written out; 2000 characters of it."""
-    line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    line = text
+    if not text.isprintable():
+        line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
     return line if len(line) <= _LONGEST_MESSAGE else f"{line[: _LONGEST_MESSAGE - 605]} ... {line[-600:]}"
 
 

@@ -121,7 +121,7 @@ def truth(name: str, value: object) -> bool:
 
 
 def count(name: str, value: Any, at_least: int = 0) -> int:
-    """Return an integer below 2**63 as one that can still be counted on from."""
+    """Return a counter below 2**63, as 2**62 at most, so that what it grows to can be loaded again."""
     return min(integer(name, value, at_least, 2**63 - 1), 2**62)
 
 

@@ -658,7 +658,7 @@ class Iteration:
         if pending.is_placeholder and progress.refused:
             pending.refuse(claims.reason_code(progress.refused, self.agreement.rank()))
         try:
-            # Those that were sent before it first: a rank that could not unscale has sent no more messages.
+            # In the order sent: a rank that could not unscale has sent a failure, and no message after it.
             while pending.is_unread and self._sent and self._sent[0] is not pending:
                 if self._sent[0].is_unread:
                     self._sent[0].read()
@@ -975,6 +975,11 @@ class Iteration:
     def is_alone(self) -> bool:
         """Whether no message was sent for a step."""
         return not any(progress.pending is not None and progress.pending.groups for progress in self.progresses)
+
+    @property
+    def counts_alone(self) -> bool:
+        """Whether no other rank counts the steps of this iteration."""
+        return self.agreement.is_alone and self.is_alone
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError in mid-iteration."""

@@ -424,8 +424,7 @@ class GradScaler:
                     owner = progress.owner() if progress.owner is not None else None
                     position = None if owner is None else parts.tally.position_of(owner)
                     reports.append((step_report(progress.left_out, ended.number, parts.agreement.rank()), position))
-            is_alone = parts.agreement.is_alone and ended.is_alone
-            alone = ended.alone_before + (steps - ended.steps_before if is_alone else 0)
+            alone = ended.alone_before + (steps - ended.steps_before if ended.counts_alone else 0)
             following = Iteration(ended.number + 1, parts, steps, alone)
             if parts.is_guard and ended.is_over:
                 following.go_on_from(ended)
@@ -668,7 +667,7 @@ class GradScaler:
         # Not those made alone, which a rank that joins has not made, nor those of this iteration that are skipped,
         # which some ranks may leave out.
         steps = iteration.steps_before - iteration.alone_before
-        if not (self._parts.agreement.is_alone and iteration.is_alone):
+        if not iteration.counts_alone:
             steps += sum(progress.has_stepped for progress in iteration.progresses)
         return checkpoint.build(current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks)
 
