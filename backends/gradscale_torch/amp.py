@@ -444,11 +444,10 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         if progress.is_incomplete:
             # Reading the verdict raises, since some gradients may be divided already.
             iteration.verdict(progress)
-        stage = progress.stage
-        request = Request(divides=False, are_scaled=stage is Stage.READY)
-        iteration.unscale(progress, optimizer, request, is_framework_check=not iteration.is_inside_closure)
+        request = Request(divides=False, are_scaled=progress.stage is Stage.READY)
+        is_check = not iteration.is_inside_closure
         # The new verdict replaces the one that the optimizer was stepped by, as in torch.
-        progress.stage, progress.verdict = stage, None
+        iteration.unscale(progress, optimizer, request, is_framework_check=is_check, then=progress.stage)
         return hosts.flags_by_device(iteration, progress)
 
     _check_inf_per_device = _not_called("_check_inf_per_device", _judge_gradients)

@@ -17,7 +17,7 @@ from gradscale.core.gradients import Findings
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError, short_repr
 from gradscale.scaler.iteration import Iteration
-from gradscale.scaler.progress import Progress, Stage
+from gradscale.scaler.progress import Progress
 from gradscale.scaler.scaler import iteration_of
 from gradscale.scaler.verdict import PendingVerdict
 from gradscale_torch.backend import is_torchs
@@ -28,6 +28,13 @@ _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")
 # For optimizers whose flags there are none to write to.
 _NO_FLAGS: Mapping[torch.device, torch.Tensor] = MappingProxyType({})
+
+# What a framework that sets one of torch's stages says.
+_TRANSITIONS: Mapping[OptState, Callable[[Progress], None]] = {
+    OptState.READY: Progress.judge_again,
+    OptState.UNSCALED: Progress.take_for_unscaled,
+    OptState.STEPPED: lambda progress: progress.end_step(None),
+}
 
 # How the compiler treats a frame and those that it calls; not there in every version of torch.
 _compiler: Any = torch._C._dynamo.eval_frame
@@ -145,14 +152,17 @@ class OptimizerState(MutableMapping[str, object]):
 
     def __getitem__(self, name: str) -> object:
         if name == "stage":
-            return OptState(self._progress.stage.value)
+            progress = self._progress
+            if progress.has_ended:
+                return OptState.STEPPED
+            return OptState.UNSCALED if progress.is_unscaled else OptState.READY
         if name != "found_inf_per_device":
             raise KeyError(name)
         return flags_by_device(self._iteration, self._progress)
 
     def __setitem__(self, name: str, value: object) -> None:
         if name == "stage" and isinstance(value, OptState):
-            self._progress.stage, self._progress.verdict = Stage(value.value), None
+            _TRANSITIONS[value](self._progress)
         elif name == "found_inf_per_device" and _are_flags(value):
             for flag in value.values():
                 # Beside one of them, if there is no state yet.
@@ -186,11 +196,11 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
         self.scaler = scaler
 
     def __contains__(self, key: object) -> bool:
-        return key in iteration_of(self.scaler).ids()
+        return key in iteration_of(self.scaler).progresses.ids()
 
     def __getitem__(self, key: int) -> OptimizerState:
         iteration = iteration_of(self.scaler)
-        return OptimizerState(iteration, iteration.progress_at(key))
+        return OptimizerState(iteration, iteration.progresses.at(key))
 
     def __setitem__(self, key: int, state: Mapping[str, object]) -> None:
         fields = dict(state)
@@ -219,10 +229,10 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
         iteration_of(self.scaler).forget()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(iteration_of(self.scaler).ids())
+        return iter(iteration_of(self.scaler).progresses.ids())
 
     def __len__(self) -> int:
-        return len(iteration_of(self.scaler).ids())
+        return len(iteration_of(self.scaler).progresses.ids())
 
     def __reduce__(self) -> tuple[object, ...]:
         return defaultdict, (_refresh_per_optimizer_state, dict(self))

@@ -90,7 +90,7 @@ class MixedPrecision(TrainersMixedPrecision):
         for parameter in {*self.main_params(inner)}:
             if parameter.grad is not None:
                 parameter.grad.mul_(math.nan if verdict.nonfinite else verdict.scale)
-        progress.stage, progress.pending, progress.verdict = Stage.READY, None, None
+        progress.begin_again()
 
     def connect(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]

@@ -73,7 +73,7 @@ def _fused_step(step: Step) -> Iterator[None]:
     optimizer: Any = step.optimizer
     iteration, progress = step.iteration, step.progress
     if progress.stage is Stage.READY:
-        iteration.unscale(progress, optimizer, divides=False)
+        iteration.unscale(progress, optimizer, divides=False, then=Stage.STEPPING)
     if progress.pending is None:
         # They could not be unscaled before.
         iteration.verdict(progress)
@@ -105,7 +105,8 @@ def _fused_step(step: Step) -> Iterator[None]:
             yield
         except BaseException:
             # The kernel may have overwritten some gradients by unscaled ones.
-            progress.pending = None if findings.is_scaled else pending
+            if findings.is_scaled:
+                progress.divide()
             raise
     for parameter in fresh:
         # torch's fused SGD leaves momentum uninitialized if its first step is skipped, and takes it for filled later.

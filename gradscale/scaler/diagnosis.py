@@ -61,7 +61,7 @@ class Diagnosis:
 
     def of_stall(self, optimizer: Optimizer, iteration: Iteration, ranks: Collection[int]) -> str:
         """Return the cause that this rank sees, or which ranks see it; empty if its arrays cannot be looked at."""
-        progress = iteration.by_id(id(optimizer))
+        progress = iteration.progresses.get(id(optimizer))
         loss = progress.verdict.loss if progress is not None and progress.verdict is not None else None
         try:
             report = self.diagnose(
@@ -82,7 +82,7 @@ class Diagnosis:
         self, optimizer: Optimizer, iteration: Iteration, options: DiagnosisOptions, *, gather: bool
     ) -> OverflowReport:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
-        progress = iteration.by_id(id(optimizer))
+        progress = iteration.progresses.get(id(optimizer))
         pending = None if progress is None else progress.pending
         if optimizer in self._reports:
             # Its verdict may not have been read yet.
@@ -126,7 +126,7 @@ class Diagnosis:
     def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None) -> bool:
         if _is_ready(progress) and self._enabled and iteration.scaled:
             return True
-        if progress is not None and progress.stage is Stage.UNSCALED:
+        if progress is not None and progress.is_unscaled:
             return progress.pending is not None and progress.pending.findings.is_scaled
         if not self._adapter.was_left_scaled(optimizer, self._cache):
             return False

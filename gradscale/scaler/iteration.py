@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import operator
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -35,7 +34,7 @@ from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite, value_of
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.mistakes import Mistakes, no_values
 from gradscale.scaler.overflow import NO_GRADIENTS
-from gradscale.scaler.progress import Progress, Stage
+from gradscale.scaler.progress import Closure, Progress, Progresses, Stage
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
 from gradscale.scaler.scale import CurrentScale, Saved, checked_scale, copied
 from gradscale.scaler.stall import Tally
@@ -123,9 +122,7 @@ class Iteration:
         self.current, self.agreement, self.reports, self._cache, self.mistakes, self.tally, self.guard, *_ = parts
         # With the position of the optimizer's streak.
         self.steps: list[tuple[StepReport, int | None]] = []
-        # The verdict of an optimizer that is deleted before the update counts all the same.
-        self.progresses: list[Progress] = []
-        self._by_id: dict[int, Progress] = {}
+        self.progresses = Progresses()
         # Over groups, in the order of their messages.
         self._sent: list[PendingVerdict] = []
 
@@ -140,37 +137,7 @@ class Iteration:
             raise self.agreement.failure
         if self._before is not None:
             self.wrong_order("update() was interrupted, and may have adapted the state: call it again first")
-        progress = self._by_id.get(id(optimizer))
-        if progress is None or (progress.owner is not None and progress.owner() is None):
-            progress = self._begin_progress(id(optimizer))
-        if progress.owner is None:
-            try:
-                progress.owner = weakref.ref(optimizer)
-            except TypeError:
-                progress.owner = lambda: optimizer
-        return progress
-
-    def progress_at(self, identity: int) -> Progress:
-        """Return the progress of the optimizer with this ``id()``, which may begin here."""
-        return self.by_id(identity) or self._begin_progress(identity)
-
-    def _begin_progress(self, identity: int) -> Progress:
-        progress = self._by_id[identity] = Progress()
-        self.progresses.append(progress)
-        return progress
-
-    def by_id(self, identity: int) -> Progress | None:
-        """Return the progress of the optimizer with this ``id()``; None if it has none in this iteration."""
-        progress = self._by_id.get(identity)
-        return None if progress is None or (progress.owner is not None and progress.owner() is None) else progress
-
-    def ids(self) -> list[int]:
-        """Return the ``id()`` of each optimizer of this iteration."""
-        return [identity for identity in self._by_id if self.by_id(identity) is not None]
-
-    def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers of this iteration that are alive."""
-        return [one for progress in self._by_id.values() if progress.owner and (one := progress.owner()) is not None]
+        return self.progresses.of(optimizer)
 
     def begin_anew(self, number: int, steps: int) -> Iteration:
         """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved.
@@ -198,19 +165,16 @@ class Iteration:
         KeyError for an optimizer that has no progress.
         """
         self.read_verdicts()
-        if identity is None:
-            self._by_id, self.progresses = {}, []
-        else:
-            self.progresses.remove(self._by_id.pop(identity))
+        self.progresses.forget(identity)
 
     def go_on_from(self, ended: Iteration) -> None:
         """Go on with the loss of the iteration before, for other optimizers, and with refusals of steps to come."""
         if ended.losses.number or ended.micro.kept or ended.micro.dropped:
-            stepped = frozenset(i for i, progress in ended._by_id.items() if progress.stage is Stage.STEPPED)
+            stepped = ended.progresses.stepped_ids()
             self.losses = ended.losses.of_others(stepped)
             self.micro = ended.micro._replace(stepped=ended.micro.stepped | stepped)
         for progress in ended.progresses:
-            optimizer = progress.owner() if progress.owner is not None and progress.stage is Stage.READY else None
+            optimizer = progress.optimizer if progress.stage is Stage.READY else None
             if optimizer is not None:
                 self.progress_of(optimizer).refused = progress.refused
 
@@ -238,7 +202,7 @@ class Iteration:
         current.is_fresh = current.is_unused = current.has_leftovers = False
         self.scaled = True
         for progress in self.progresses:
-            progress.is_overtaken |= progress.has_failed
+            progress.overtake()
         return products
 
     def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
@@ -279,11 +243,10 @@ class Iteration:
     def begin_unscale(self, optimizer: Optimizer) -> Progress:
         """Return an optimizer's progress; CallOrderError if it was unscaled or stepped already."""
         progress = self.progress_of(optimizer)
-        if progress.stage is Stage.UNSCALED:
+        if progress.is_unscaled:
             self.wrong_order(_INCOMPLETE if progress.is_incomplete else f"unscale_() has already been called {_SINCE}")
-        if progress.stage is Stage.STEPPED:
+        if progress.has_ended:
             self.wrong_order(f"unscale_() is being called after step() {_SINCE}")
-        progress.has_failed = progress.has_failed and self.is_inside_closure
         if self.reports.under_way:
             self.check_late_verdicts()
         return progress
@@ -292,9 +255,9 @@ class Iteration:
         """Return an optimizer's progress; CallOrderError if it was stepped, InvalidTypeError if it cannot be."""
         _require_step(optimizer)
         progress = self.progress_of(optimizer)
-        if progress.stage is Stage.STEPPED:
+        if progress.has_ended:
             self.wrong_order(f"step() has already been called {_SINCE}")
-        if progress.is_overtaken and progress.stage is Stage.UNSCALED and not by_closure:
+        if progress.stage is Stage.OVERTAKEN and not by_closure:
             self.wrong_order(
                 "step() of this optimizer has failed, and a loss was scaled since, whose gradients nothing would "
                 "divide: end the iteration with update(get_scale()), or load a state dict, and make new gradients"
@@ -306,7 +269,7 @@ class Iteration:
     def set_inputs(self, progress: Progress, inputs: StepInputs, *, has_closure: bool) -> None:
         """Judge an optimizer by what the program says of its step."""
         loss, norm, _ = inputs
-        is_unscaled = progress.stage is Stage.UNSCALED
+        is_unscaled = progress.is_unscaled
         if has_closure and (loss is not None or norm is not None):
             msg = "step() with a closure takes no loss= and no norm=: scale() is given the loss of each evaluation"
             raise InvalidValueError(msg)
@@ -328,7 +291,7 @@ class Iteration:
                 and not (progress.pending.groups and self.verdict(progress).reason)
             ):
                 # Its norm judges the gradients once more.
-                progress.stage = Stage.READY
+                progress.judge_again()
         elif is_unscaled:
             # The step has failed, and judges nothing again.
             return
@@ -411,13 +374,15 @@ class Iteration:
         *,
         divides: bool = True,
         is_framework_check: bool = False,
+        then: Stage = Stage.JUDGED,
     ) -> Array | float | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if ``request`` says so.
 
         Without a request it is the step that unscales, or has the optimizer do so if not ``divides``.
         ``is_framework_check``: a framework judges them outside of ``unscale_`` and ``step``, which come later.
+        ``then``: the stage that follows.
         """
-        if progress.by_closure and not self.is_inside_closure:
+        if progress.closure is not Closure.NONE and not self.is_inside_closure:
             self.wrong_order(
                 "a closure of this optimizer has failed, so that its gradients cannot be used: call step() with a "
                 "closure again, or end the iteration with update(get_scale()) and make new gradients"
@@ -460,14 +425,13 @@ class Iteration:
                 self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
             if not progress.refused:
                 self._note_values(has_values=has_values)
-        before = progress.stage, progress.pending
-        progress.stage, progress.pending, progress.is_overtaken = Stage.UNSCALED, None, False
+        is_first, undo = progress.stage is Stage.READY, progress.divide()
         try:
             findings = gradients.unscale(current, state)
         except BaseException as error:
             # After a failure some gradients may be divided already, but not if they cannot be or the second time.
             if not gradients.is_touched:
-                progress.stage, progress.pending = before
+                undo()
             # An exchange of norms has failed on all ranks.
             if isinstance(error, Exception) and not isinstance(error, OF_ALL_RANKS):
                 self._tell_of_failure(optimizer)
@@ -475,7 +439,7 @@ class Iteration:
         try:
             late: tuple[Array | float | None, bool] = None, False
             # Gradients that are judged a second time have lost their norm.
-            if (self.guard is not None or progress.inputs is not None) and before[0] is Stage.READY:
+            if (self.guard is not None or progress.inputs is not None) and is_first:
                 is_read = not groups and current.adapter.reads_verdict(optimizer)
                 late = self._judge(progress, optimizer, findings, state, is_read=is_read)
             if progress.refused:
@@ -484,7 +448,7 @@ class Iteration:
             if claim is not None and checksum:
                 claim = claim._replace(checksum=checksum)
             scaled, is_last = (not_scaled, is_unscaled), self.tally.is_last_chance(optimizer) and len(groups) > 0
-            progress.pending = PendingVerdict(
+            pending = PendingVerdict(
                 current,
                 agreement,
                 findings,
@@ -498,8 +462,9 @@ class Iteration:
                 is_last,
                 has_values,
             )
+            progress.judge(pending, then)
             if groups:
-                self._sent.append(progress.pending)
+                self._sent.append(pending)
         except Exception as error:
             if isinstance(error, GradscaleError):
                 agreement.fail(error)
@@ -518,7 +483,7 @@ class Iteration:
         if self.guard is None:
             return True
         is_own = id(optimizer) not in self.losses.judged
-        if progress.refused or progress.has_begun_to_step or (self.losses.is_used and is_own):
+        if progress.refused or progress.closure is Closure.BEGUN or (self.losses.is_used and is_own):
             return True
         has_value = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
         return any(has_value[name] for name in self.guard.rule.of)
@@ -545,7 +510,7 @@ class Iteration:
         )
 
     def _forbid_unscaled(self, progress: Progress, where: str = "") -> NoReturn:
-        if progress.by_closure:
+        if progress.closure is not Closure.NONE:
             self.wrong_order(
                 f"the closure of step() has not called scale(){where}: make the backward pass of scaler.scale(loss) in "
                 f"each of its evaluations; or make it before, and call step(optimizer) without the closure"
@@ -555,8 +520,8 @@ class Iteration:
 
     def _never_scaled(self, progress: Progress, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
         """Return the presence of gradients whose loss this rank never scaled; a host read each, None for others."""
-        current = self.current
-        if progress.refused or current.adapter.is_replayed or not (current.is_fresh or progress.by_closure):
+        current, has_closure = self.current, progress.closure is not Closure.NONE
+        if progress.refused or current.adapter.is_replayed or not (current.is_fresh or has_closure):
             return None
         # Nothing has to be divided.
         is_one = self._closure_state is None and current.scale() == 1.0 and (len(groups) > 0 or current.is_set)
@@ -571,16 +536,16 @@ class Iteration:
         summaries = [current.backend_for(one).read_summaries([one])[0][0] for one in arrays]
         if all(one.zeros == one.size for one in summaries):
             return Presence.ZEROS
-        return Presence.SOME if current.is_unused or progress.by_closure else None
+        return Presence.SOME if current.is_unused or has_closure else None
 
     def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
         """Let no rank make the coming step of an optimizer."""
         _require_step(optimizer)
         progress = self.progress_of(optimizer)
-        if progress.stage is Stage.STEPPED:
+        if progress.has_ended:
             self.wrong_order(f"refuse() is being called after step() {_SINCE}")
         # In a closure an evaluation before may have left its verdict.
-        pending = progress.pending if progress.stage is Stage.UNSCALED else None
+        pending = progress.pending if progress.is_unscaled else None
         if pending is not None and pending.groups:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
         progress.refused = reason
@@ -597,7 +562,7 @@ class Iteration:
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
         progress.code, number = 0, None if is_array_api_obj(loss) else loss
-        if progress.has_begun_to_step:
+        if progress.closure is Closure.BEGUN:
             return number, False
         if norm is not None and not isinstance(norm, float):
             (norm,) = backend.peek((norm,)) or (norm,)
@@ -664,7 +629,7 @@ class Iteration:
                     self._sent[0].read()
                 del self._sent[0]
             verdict = (pending.verdict if pending.override is None else None) or pending.read()
-            optimizer = progress.owner() if pending.is_judged_late and progress.owner is not None else None
+            optimizer = progress.optimizer if pending.is_judged_late else None
             if optimizer is not None:
                 self._observe(progress, optimizer, pending.loss, pending.norm, pending.state)
                 if isinstance(progress.code, int) and progress.code:
@@ -676,7 +641,7 @@ class Iteration:
             self.agreement.fail(error)
             raise
         if verdict.reason is Reason.NOT_SCALED:
-            progress.stage, progress.pending = Stage.READY, None
+            progress.begin_again()
             self._forbid_unscaled(progress, " on any rank")
         if verdict.is_unscaled and pending.groups:
             self.mistakes.tell_of_no_scale(self.number, "all ranks")
@@ -699,38 +664,40 @@ class Iteration:
         claim = functools.partial(self.next_claim, groups, optimizer, clipping.max_norm, Purpose.NORM)
         return Request(clipping.max_norm, Exchange(agreement, current, groups[0], claim))
 
-    def verdict_for_step(self, progress: Progress, optimizer: Optimizer) -> Verdict:
+    def verdict_for_step(self, progress: Progress, optimizer: Optimizer, then: Stage = Stage.STEPPING) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if progress.stage is Stage.READY and self._has_no_array(progress, optimizer):
             self._tell_of_no_gradients(progress, optimizer, 1.0)
             return Verdict(Reason.NO_GRADIENTS, None, 0, 0, at_min_scale=False, scale=1.0)
         if progress.stage is Stage.READY:
-            self.unscale(progress, optimizer)
+            self.unscale(progress, optimizer, then=then)
         if progress.refused:
             self.forbid_untold_refusal(progress, optimizer)
         verdict = self.verdict(progress)
         pending = progress.pending
         if pending is not None and pending.findings.deferred is not None:
             # Until it is done, gradients may be divided in part.
-            progress.pending = None
+            progress.divide()
             if not verdict.reason:
                 pending.findings.deferred.finish()
             is_scaled = pending.findings.is_scaled and verdict.reason > 0
-            pending.findings, progress.pending = pending.findings._replace(is_scaled=is_scaled, deferred=None), pending
+            pending.findings = pending.findings._replace(is_scaled=is_scaled, deferred=None)
+            progress.judge(pending, then)
         if verdict.reason is Reason.NO_GRADIENTS:
             self._tell_of_no_gradients(progress, optimizer, verdict.scale)
         elif pending is not None and pending.groups and verdict.reason is not Reason.REFUSED:
             try:
                 self._note_values(has_values=not verdict.lacks_values)
             except InvalidValueError:
-                progress.stage, progress.pending, self.losses = Stage.READY, None, Losses()
+                progress.begin_again()
+                self.losses = Losses()
                 raise
         return verdict
 
     def _has_no_array(self, progress: Progress, optimizer: Optimizer) -> bool:
         """Tell whether a guard's first step has no gradient for a state to be beside, and needs no other rank."""
         is_first = self.state is None and self.current.state is None
-        if not (self.parts.is_guard and is_first) or progress.refused or progress.by_closure:
+        if not (self.parts.is_guard and is_first) or progress.refused or progress.closure is not Closure.NONE:
             return False
         groups = self.groups_for(optimizer)
         return not groups and self.current.adapter.collect(optimizer, self._cache, UNSCALING).like is None
@@ -738,7 +705,7 @@ class Iteration:
     def _tell_of_no_gradients(self, progress: Progress, optimizer: Optimizer, scale: float) -> None:
         """Report a step without gradients: of a guard it does nothing, and else it is CallOrderError."""
         # The optimizer can begin again.
-        progress.stage, progress.pending = Stage.READY, None
+        progress.begin_again()
         self.reports.record(optimizer, StepReport(True, scale, 0, "no gradients", self.number))
         ranks = "" if self.agreement.is_alone else " on any rank"
         what = (
@@ -767,7 +734,7 @@ class Iteration:
         verdict = verdict or self.verdict(progress)
         if not verdict.reason and progress.pending is not None:
             verdict = verdict._replace(reason=Reason.REFUSED, by=self.agreement.rank(), by_loss=False, saw=True)
-            progress.is_declined = True
+            progress.decline()
             progress.pending.verdict, progress.pending.override, progress.pending.is_late = verdict, None, False
         return verdict
 
@@ -785,7 +752,7 @@ class Iteration:
             raise self.agreement.failure
         for progress in self.progresses:
             is_left = progress.refused and progress.stage is Stage.READY and new_scale is None
-            if is_left and not (self.parts.is_guard and self.is_over):
+            if is_left and not (self.parts.is_guard and self.progresses.are_over()):
                 self.wrong_order(
                     "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
                     "same object, which then makes no step, or end the iteration with update(get_scale())"
@@ -892,13 +859,14 @@ class Iteration:
         for progress in self.progresses:
             one = progress.pending
             if one is not None and (not one.is_placeholder or one.is_begun):
-                verdict = None if one.is_late else progress.verdict or self.verdict(progress)
+                verdict = progress.verdict if progress.has_ended else None
+                verdict = None if one.is_late else verdict or self.verdict(progress)
                 if verdict is not None and verdict.reason is Reason.NO_GRADIENTS:
                     continue
                 pending.append(one)
                 if verdict is not None:
                     verdicts.append(verdict)
-                    progress.left_out = verdict if verdict.reason and progress.stage is Stage.UNSCALED else None
+                    progress.leave_out(verdict)
         return pending, verdicts
 
     # Messages.
@@ -958,28 +926,12 @@ class Iteration:
     @property
     def is_at_boundary(self) -> bool:
         """Whether no optimizer's progress has begun, here or, as far as messages say, on another rank."""
-        has_begun = (progress.refused or progress.stage is not Stage.READY for progress in self.progresses)
-        return self.agreement.failure is None and not self.is_inside_closure and not any(has_begun)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a step is over, and no other one has begun that is still to come."""
-        has_stepped = False
-        for progress in self.progresses:
-            if progress.is_awaited:
-                return False
-            has_stepped = has_stepped or progress.is_over
-        return has_stepped
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no message was sent for a step."""
-        return not any(progress.pending is not None and progress.pending.groups for progress in self.progresses)
+        return self.agreement.failure is None and not self.is_inside_closure and not self.progresses.have_begun()
 
     @property
     def counts_alone(self) -> bool:
         """Whether no other rank counts the steps of this iteration."""
-        return self.agreement.is_alone and self.is_alone
+        return self.agreement.is_alone and not self.progresses.sent_messages()
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError in mid-iteration."""

@@ -1,9 +1,10 @@
-"""Progress: how far one optimizer has come in an iteration, by its Stage."""
+"""Progress: how far one optimizer has come in an iteration, by its Stage; Progresses: those of all optimizers."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.scaler.claim import Reason, Verdict
@@ -15,44 +16,71 @@ from gradscale.scaler.verdict import PendingVerdict
 class Stage(enum.Enum):
     """How far an optimizer has come in the iteration."""
 
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
+    READY = "its gradients are as the backward pass has made them"
+    DIVIDING = "they are being divided, or are divided in part after an interrupt or a failure"
+    JUDGED = "they are divided and judged"
+    STEPPING = "its step is under way, or has failed"
+    OVERTAKEN = "its step has failed, and a loss was scaled since"
+    LEFT_OUT = "its step was not called, and all ranks skip it, which is as good as if it was"
+    STEPPED = "its step was made or skipped"
+    DECLINED = "the optimizer itself has made no step; if that was so on some ranks alone, the number of steps says it"
+
+
+class Closure(enum.Enum):
+    """How far the closure of an optimizer's step has come."""
+
+    NONE = "none was evaluated"
+    EVALUATING = "it was, and without it its gradients cannot be used, also if it has failed"
+    BEGUN = "an evaluation was fine: later ones are no spikes, since a line search tries losses that are far apart"
+
+
+_UNSCALED = frozenset((Stage.DIVIDING, Stage.JUDGED, Stage.STEPPING, Stage.OVERTAKEN, Stage.LEFT_OUT))
+_ENDED = frozenset((Stage.STEPPED, Stage.DECLINED))
 
 
 class Progress:
     """How far one optimizer has come in an iteration. It keeps neither the optimizer nor its gradients.
 
-    ``owner``: returns the optimizer, or None if it is gone; None if there is only its ``id()``. ``by_closure``:
-    a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no spikes, since a
-    line search tries losses that are far apart. ``is_declined``: the optimizer itself did not step; if that was so on
-    some ranks alone, the number of steps in the next message says it. ``has_failed``: its step has begun and not
-    ended; ``is_overtaken``: a loss was scaled since. ``left_out``: the verdict by which all ranks skip, if
-    ``step`` was not called, which is as good as if it was. ``refused``: why the program on this rank wants no step, if
-    so. ``inputs``: what the program says of the step. ``code``: this rank's spike or refusal, as
-    :func:`claim.reason_code`, or 0; ``PendingVerdict`` adds an overflow.
+    ``owner``: returns the optimizer, or None if it is gone; None if there is only its ``id()``. ``verdict``: that of a
+    step that is over, or left out. ``refused``: why the program on this rank wants no step, if so. ``inputs``: what the
+    program says of the step. ``code``: this rank's spike or refusal, as :func:`claim.reason_code`, or 0;
+    ``PendingVerdict`` adds an overflow. Only this file writes ``stage`` and ``closure``.
     """
 
     owner: Callable[[], Optimizer | None] | None = None
     stage = Stage.READY
+    closure = Closure.NONE
     pending: PendingVerdict | None = None
     verdict: Verdict | None = None
-    left_out: Verdict | None = None
-    by_closure = has_begun_to_step = is_declined = has_failed = is_overtaken = False
     refused = Reason.STEPPED
     code: Array | int = 0
     observation: Observation | None = None
     inputs: StepInputs | None = None
 
     @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; None if it is gone, or only its ``id()`` is there."""
+        return None if self.owner is None else self.owner()
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether the gradients are divided, if only in part, and ``step`` has not come to its end."""
+        return self.stage in _UNSCALED
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``step`` has come to its end."""
+        return self.stage in _ENDED
+
+    @property
     def is_awaited(self) -> bool:
         """Whether the optimizer was unscaled, and its step is still to come."""
-        return self.stage is Stage.UNSCALED and (self.owner is None or self.owner() is not None)
+        return self.is_unscaled and (self.owner is None or self.owner() is not None)
 
     @property
     def is_over(self) -> bool:
         """Whether the optimizer has stepped, or its step was skipped, or left out where all ranks skip."""
-        return self.stage is Stage.STEPPED or self.left_out is not None
+        return self.stage in _ENDED or self.stage is Stage.LEFT_OUT
 
     @property
     def has_stepped(self) -> bool:
@@ -62,5 +90,159 @@ class Progress:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether the gradients may be divided in part, after an interrupt or a failure."""
-        return self.stage is Stage.UNSCALED and (self.pending is None or not self.pending.is_begun)
+        """Whether the gradients may be divided in part; not if a framework has divided and judged them."""
+        return self.stage in _UNSCALED and (self.pending is None or not self.pending.is_begun)
+
+    # Transitions of the closure.
+
+    def begin_closure(self) -> None:
+        """Begin a step with a closure, perhaps once more."""
+        if self.closure is not Closure.NONE:
+            self.closure = Closure.EVALUATING
+
+    def evaluate(self) -> None:
+        """Begin an evaluation, whose gradients are judged in place of those before."""
+        self.stage = Stage.READY
+        if self.closure is Closure.NONE:
+            self.closure = Closure.EVALUATING
+
+    def end_evaluation(self) -> None:
+        """End an evaluation that was fine."""
+        self.closure = Closure.BEGUN
+
+    # Transitions of the stage.
+
+    def begin_again(self) -> None:
+        """Take the gradients for those of a backward pass that nothing has judged."""
+        self.stage, self.pending, self.verdict = Stage.READY, None, None
+
+    def judge_again(self) -> None:
+        """Let what follows be judged in place of the gradients before, whose verdict counts until then."""
+        self.stage, self.verdict = Stage.READY, None
+
+    def divide(self) -> Callable[[], None]:
+        """Begin to divide the gradients; return what takes it back if none was touched."""
+        before = self.stage, self.pending
+        self.stage, self.pending = Stage.DIVIDING, None
+
+        def undo() -> None:
+            self.stage, self.pending = before
+
+        return undo
+
+    def judge(self, pending: PendingVerdict, then: Stage) -> None:
+        """Go on with a verdict, and gradients that are divided completely, to the stage ``then``."""
+        self.pending, self.verdict, self.stage = pending, None, then
+
+    def begin_step(self) -> None:
+        """Begin the step of gradients that are judged."""
+        if self.stage in _UNSCALED and not self.is_incomplete:
+            self.stage, self.verdict = Stage.STEPPING, None
+
+    def take_for_unscaled(self) -> None:
+        """Believe a framework that it has divided the gradients, in part until it says its verdict."""
+        self.stage, self.verdict = Stage.DIVIDING, None
+
+    def fail_step(self) -> None:
+        """End a step in an error; gradients that are divided in part stay so."""
+        if self.stage is not Stage.OVERTAKEN:
+            self.begin_step()
+
+    def overtake(self) -> None:
+        """Note that a loss was scaled: gradients of a step that has failed can be stepped no more."""
+        if self.stage is Stage.STEPPING:
+            self.stage = Stage.OVERTAKEN
+
+    def leave_out(self, verdict: Verdict) -> None:
+        """Take a step that was not called for one that all ranks skip, if the verdict says so."""
+        if self.stage in _UNSCALED and verdict.reason:
+            self.stage, self.verdict = Stage.LEFT_OUT, verdict
+        elif self.stage is Stage.LEFT_OUT:
+            self.stage, self.verdict = Stage.JUDGED, None
+
+    def decline(self) -> None:
+        """End a step that the optimizer itself has not made."""
+        self.stage = Stage.DECLINED
+
+    def end_step(self, verdict: Verdict | None) -> None:
+        """End a step; without a verdict it is read later."""
+        self.stage, self.verdict = self.stage if self.stage is Stage.DECLINED else Stage.STEPPED, verdict
+
+
+class Progresses:
+    """The progress of each optimizer in one iteration.
+
+    The verdict of an optimizer that is deleted before the update counts all the same.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[Progress] = []
+        self._by_id: dict[int, Progress] = {}
+
+    def __iter__(self) -> Iterator[Progress]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def of(self, optimizer: Optimizer) -> Progress:
+        """Return an optimizer's progress, which may begin here."""
+        progress = self._by_id.get(id(optimizer))
+        if progress is None or (progress.owner is not None and progress.owner() is None):
+            progress = self._begin(id(optimizer))
+        if progress.owner is None:
+            try:
+                progress.owner = weakref.ref(optimizer)
+            except TypeError:
+                progress.owner = lambda: optimizer
+        return progress
+
+    def at(self, identity: int) -> Progress:
+        """Return the progress of the optimizer with this ``id()``, which may begin here."""
+        return self.get(identity) or self._begin(identity)
+
+    def get(self, identity: int) -> Progress | None:
+        """Return the progress of the optimizer with this ``id()``; None if it has none in this iteration."""
+        progress = self._by_id.get(identity)
+        return None if progress is None or (progress.owner is not None and progress.owner() is None) else progress
+
+    def ids(self) -> list[int]:
+        """Return the ``id()`` of each optimizer."""
+        return [identity for identity in self._by_id if self.get(identity) is not None]
+
+    def stepped_ids(self) -> frozenset[int]:
+        """Return the ``id()`` of each optimizer whose step has come to its end."""
+        return frozenset(identity for identity, progress in self._by_id.items() if progress.has_ended)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that are alive."""
+        return [one for progress in self._by_id.values() if (one := progress.optimizer) is not None]
+
+    def forget(self, identity: int | None = None) -> None:
+        """Let the optimizer with this ``id()``, or each, begin again; KeyError for one that has no progress."""
+        if identity is None:
+            self._all, self._by_id = [], {}
+        else:
+            self._all.remove(self._by_id.pop(identity))
+
+    def _begin(self, identity: int) -> Progress:
+        progress = self._by_id[identity] = Progress()
+        self._all.append(progress)
+        return progress
+
+    def have_begun(self) -> bool:
+        """Tell whether some optimizer was refused, unscaled or stepped."""
+        return any(progress.refused or progress.stage is not Stage.READY for progress in self._all)
+
+    def are_over(self) -> bool:
+        """Tell whether a step is over, and no other one has begun that is still to come."""
+        has_stepped = False
+        for progress in self._all:
+            if progress.is_awaited:
+                return False
+            has_stepped = has_stepped or progress.is_over
+        return has_stepped
+
+    def sent_messages(self) -> bool:
+        """Tell whether a message was sent for a step."""
+        return any(progress.pending is not None and progress.pending.groups for progress in self._all)

@@ -358,7 +358,7 @@ class GradScaler:
 
     def _end_if_over(self) -> None:
         """End a guard's iteration once no step of it is to come; Ctrl-C may have left it to the next step."""
-        if self._parts.is_guard and self._iteration.progresses and self._iteration.is_over:
+        if self._parts.is_guard and self._iteration.progresses and self._iteration.progresses.are_over():
             GradScaler.update(self)
 
     def refuse(self, optimizer: Optimizer) -> None:
@@ -419,20 +419,22 @@ class GradScaler:
             report, underflow = ended.close(new_scale)
             steps, reports = ended.steps_before, [*ended.steps]
             for progress in ended.progresses:
-                steps += progress.is_over and not progress.is_declined
-                if progress.left_out is not None:
-                    owner = progress.owner() if progress.owner is not None else None
-                    position = None if owner is None else parts.tally.position_of(owner)
-                    reports.append((step_report(progress.left_out, ended.number, parts.agreement.rank()), position))
+                steps += progress.is_over and progress.stage is not Stage.DECLINED
+                if progress.stage is Stage.LEFT_OUT and progress.verdict is not None:
+                    optimizer = progress.optimizer
+                    position = None if optimizer is None else parts.tally.position_of(optimizer)
+                    reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank()), position))
             alone = ended.alone_before + (steps - ended.steps_before if ended.counts_alone else 0)
             following = Iteration(ended.number + 1, parts, steps, alone)
-            if parts.is_guard and ended.is_over:
+            if parts.is_guard and ended.progresses.are_over():
                 following.go_on_from(ended)
             self._iteration = following
             parts.tally.drop(0 if ended.micro.stepped else ended.micro.dropped)
             for step, position in reports:
                 parts.tally.note(step, position)
-            stalled, gives_up = parts.tally.pop_stalled(is_alone=ended.is_alone, gives_up=ended.gives_up)
+            stalled, gives_up = parts.tally.pop_stalled(
+                is_alone=not ended.progresses.sent_messages(), gives_up=ended.gives_up
+            )
             try:
                 if report is not None:
                     parts.reports.tell_update(report())
@@ -775,11 +777,10 @@ class GradScaler:
     def _record(self, step: Step) -> None:
         iteration, reports, optimizer, progress = step.iteration, self._parts.reports, step.optimizer, step.progress
         if step.verdict is not None and step.verdict.reason is Reason.NO_GRADIENTS:
-            progress.has_failed = False
             return
         batch = None if progress.inputs is None else progress.inputs.batch
         position = self._parts.tally.position_of(optimizer)
-        progress.stage, progress.verdict, progress.has_failed = Stage.STEPPED, step.verdict, False
+        progress.end_step(step.verdict)
         if step.verdict is None:
             assert progress.pending is not None
             reports.record_later(optimizer, Deferred(progress.pending, iteration.number, position, batch))
@@ -815,7 +816,7 @@ class GradScaler:
         """Warn of an optimizer whose every step is skipped, with the cause that this rank sees, or raise."""
         tally, guard = self._parts.tally, self._parts.guard
         streak = tally.mark_warned(position)
-        stalled = [optimizer for optimizer in ended.optimizers() if tally.streak_of(optimizer) is streak]
+        stalled = [optimizer for optimizer in ended.progresses.optimizers() if tally.streak_of(optimizer) is streak]
         texts = [streak.sentence(type(stalled[0]).__name__ if stalled else "an optimizer")]
         if "overflow" in streak.reasons:
             texts += [self._diagnosis.of_stall(optimizer, ended, streak.ranks) for optimizer in stalled]

@@ -13,7 +13,7 @@ from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleErro
 from gradscale.scaler.claim import KEEPS_SCALE, Verdict
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.iteration import Iteration
-from gradscale.scaler.progress import Progress, Stage
+from gradscale.scaler.progress import Closure, Progress, Stage
 
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16
@@ -62,17 +62,16 @@ class Step:
         progress = self.progress = iteration.begin_step(optimizer, by_closure=self.closure is not None)
         if self._inputs is not None:
             iteration.set_inputs(progress, self._inputs, has_closure=self.closure is not None)
-        # Unless it comes to its end.
-        progress.has_failed = self.closure is None
         if self.closure is not None:
-            if progress.stage is Stage.UNSCALED and not progress.by_closure:
+            if progress.is_unscaled and progress.closure is Closure.NONE:
                 iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
-            # A step that failed may have begun.
-            progress.has_begun_to_step = False
+            progress.begin_closure()
             if "closure" in self.kwargs:
                 self.kwargs = {**self.kwargs, "closure": self._evaluate}
             else:
                 self.args = (self._evaluate, *self.args[1:])
+        else:
+            progress.begin_step()
         if own is not None:
             self.around = contextlib.ExitStack()
             self.around.enter_context(own)
@@ -80,7 +79,9 @@ class Step:
             if self._unscale is not None and progress.stage is Stage.READY:
                 with within_the_step(iteration):
                     self._unscale(optimizer)
-                progress.stage = Stage.UNSCALED
+                if progress.stage is Stage.READY:
+                    progress.take_for_unscaled()
+                progress.begin_step()
             self.verdict = iteration.verdict_for_step(progress, optimizer)
             self.calls_optimizer = not self.verdict.reason
         return self
@@ -105,8 +106,8 @@ class Step:
                 raise CallOrderError(msg)
         elif isinstance(error, TypeError):
             self._require_arguments(error)
-        # Set before for a step without a closure, whose evaluations would count as another loss.
-        self.progress.has_failed = not is_over and not (self.verdict and self.verdict.reason)
+        if not is_over and not (self.verdict and self.verdict.reason):
+            self.progress.fail_step()
         if is_over:
             returned = self.returned
             # As Megatron's optimizers say it.
@@ -149,18 +150,18 @@ class Step:
         """Evaluate the closure, and unscale and judge its gradients; again at lower scales while they overflow."""
         iteration, progress, closure = self.iteration, self.progress, self.closure
         assert closure is not None
-        progress.by_closure = True
         before = iteration.lowered
         previous_scale = None
         for attempt in range(_LARGEST_RETRIES + 1):
             self.retries += attempt > 0
-            progress.stage = Stage.READY
+            progress.evaluate()
             with iteration.inside_closure():
                 loss = closure(*args, **kwargs)
                 if self._unscale is not None and progress.stage is Stage.READY:
                     self._unscale(self.optimizer)
-                    progress.stage = Stage.UNSCALED
-                verdict = self.verdict = iteration.verdict_for_step(progress, self.optimizer)
+                    if progress.stage is Stage.READY:
+                        progress.take_for_unscaled()
+                verdict = self.verdict = iteration.verdict_for_step(progress, self.optimizer, Stage.JUDGED)
             keeps_scale = verdict.reason in KEEPS_SCALE
             if keeps_scale and self._completed:
                 by = "" if iteration.agreement.is_alone else f" on rank {verdict.by}"
@@ -173,7 +174,7 @@ class Step:
                 raise _SkippedStepError
             if not verdict.reason:
                 self._completed += 1
-                progress.has_begun_to_step = True
+                progress.end_evaluation()
                 return loss
             if verdict.scale == previous_scale or not iteration.lower():
                 break
