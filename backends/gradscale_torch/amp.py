@@ -360,8 +360,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain Python values; empty when disabled. One host read."""
         saved = super().state_dict()
-        for progress in iteration_of(self).progresses:
-            if progress.is_over and progress.pending is not None and progress.pending.groups:
+        for progress in iteration_of(self).progresses.all:
+            if progress.stage.is_over and progress.pending is not None and progress.pending.groups:
                 # Torch's keys do not say that the weights are newer than the scale, which ranks have to compare.
                 return saved
         return hosts.as_torchs_state_dict(saved, _current(self).policy)

@@ -153,9 +153,9 @@ class OptimizerState(MutableMapping[str, object]):
     def __getitem__(self, name: str) -> object:
         if name == "stage":
             progress = self._progress
-            if progress.has_ended:
+            if progress.stage.has_ended:
                 return OptState.STEPPED
-            return OptState.UNSCALED if progress.is_unscaled else OptState.READY
+            return OptState.UNSCALED if progress.stage.is_unscaled else OptState.READY
         if name != "found_inf_per_device":
             raise KeyError(name)
         return flags_by_device(self._iteration, self._progress)

@@ -126,7 +126,7 @@ class Diagnosis:
     def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None) -> bool:
         if _is_ready(progress) and self._enabled and iteration.scaled:
             return True
-        if progress is not None and progress.is_unscaled:
+        if progress is not None and progress.stage.is_unscaled:
             return progress.pending is not None and progress.pending.findings.is_scaled
         if not self._adapter.was_left_scaled(optimizer, self._cache):
             return False

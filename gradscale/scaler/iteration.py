@@ -173,7 +173,7 @@ class Iteration:
             stepped = ended.progresses.stepped_ids()
             self.losses = ended.losses.of_others(stepped)
             self.micro = ended.micro._replace(stepped=ended.micro.stepped | stepped)
-        for progress in ended.progresses:
+        for progress in ended.progresses.all:
             optimizer = progress.optimizer if progress.stage is Stage.READY else None
             if optimizer is not None:
                 self.progress_of(optimizer).refused = progress.refused
@@ -201,7 +201,7 @@ class Iteration:
             self.state = state
         current.is_fresh = current.is_unused = current.has_leftovers = False
         self.scaled = True
-        for progress in self.progresses:
+        for progress in self.progresses.all:
             progress.overtake()
         return products
 
@@ -243,9 +243,9 @@ class Iteration:
     def begin_unscale(self, optimizer: Optimizer) -> Progress:
         """Return an optimizer's progress; CallOrderError if it was unscaled or stepped already."""
         progress = self.progress_of(optimizer)
-        if progress.is_unscaled:
+        if progress.stage.is_unscaled:
             self.wrong_order(_INCOMPLETE if progress.is_incomplete else f"unscale_() has already been called {_SINCE}")
-        if progress.has_ended:
+        if progress.stage.has_ended:
             self.wrong_order(f"unscale_() is being called after step() {_SINCE}")
         if self.reports.under_way:
             self.check_late_verdicts()
@@ -255,7 +255,7 @@ class Iteration:
         """Return an optimizer's progress; CallOrderError if it was stepped, InvalidTypeError if it cannot be."""
         _require_step(optimizer)
         progress = self.progress_of(optimizer)
-        if progress.has_ended:
+        if progress.stage.has_ended:
             self.wrong_order(f"step() has already been called {_SINCE}")
         if progress.stage is Stage.OVERTAKEN and not by_closure:
             self.wrong_order(
@@ -269,7 +269,7 @@ class Iteration:
     def set_inputs(self, progress: Progress, inputs: StepInputs, *, has_closure: bool) -> None:
         """Judge an optimizer by what the program says of its step."""
         loss, norm, _ = inputs
-        is_unscaled = progress.is_unscaled
+        is_unscaled = progress.stage.is_unscaled
         if has_closure and (loss is not None or norm is not None):
             msg = "step() with a closure takes no loss= and no norm=: scale() is given the loss of each evaluation"
             raise InvalidValueError(msg)
@@ -310,7 +310,7 @@ class Iteration:
         if not groups:
             is_kept = math.isfinite(float(value))
         else:
-            for progress in self.progresses:
+            for progress in self.progresses.all:
                 if progress.pending is not None and progress.pending.is_unread:
                     self.verdict(progress)
             state = self.in_force(lambda: loss if is_array_api_obj(loss) else None)
@@ -542,10 +542,10 @@ class Iteration:
         """Let no rank make the coming step of an optimizer."""
         _require_step(optimizer)
         progress = self.progress_of(optimizer)
-        if progress.has_ended:
+        if progress.stage.has_ended:
             self.wrong_order(f"refuse() is being called after step() {_SINCE}")
         # In a closure an evaluation before may have left its verdict.
-        pending = progress.pending if progress.is_unscaled else None
+        pending = progress.pending if progress.stage.is_unscaled else None
         if pending is not None and pending.groups:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
         progress.refused = reason
@@ -750,7 +750,7 @@ class Iteration:
         current = self.current
         if self.agreement.failure is not None:
             raise self.agreement.failure
-        for progress in self.progresses:
+        for progress in self.progresses.all:
             is_left = progress.refused and progress.stage is Stage.READY and new_scale is None
             if is_left and not (self.parts.is_guard and self.progresses.are_over()):
                 self.wrong_order(
@@ -766,9 +766,9 @@ class Iteration:
         is_at_min = wanted is None and any(map(_at_min_scale, verdicts))
         underflow = self._underflow(pending, verdicts) if is_at_min else None
         if self.guard is not None:
-            for progress in self.progresses:
+            for progress in self.progresses.all:
                 # A window learns from no gradients that were only looked at, or that the user has stepped with.
-                if progress.is_over and progress.observation is not None and progress.pending is not None:
+                if progress.stage.is_over and progress.observation is not None and progress.pending is not None:
                     self.guard.learn(progress.observation, progress.pending.reason(), current.state_adapter.write_into)
         if self.parts.snapshots:
             self._hold()
@@ -783,7 +783,7 @@ class Iteration:
 
     def _hold(self) -> None:
         """Save the arrays of ``hold`` if no step was skipped, else restore them, by flags of a device if need be."""
-        begun = [progress for progress in self.progresses if progress.stage is not Stage.READY]
+        begun = [progress for progress in self.progresses.all if progress.stage is not Stage.READY]
         if not begun:
             return
         all_stepped = all(progress.has_stepped for progress in begun)
@@ -856,10 +856,10 @@ class Iteration:
     def read_verdicts(self) -> tuple[list[PendingVerdict], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""
         pending, verdicts = [], []
-        for progress in self.progresses:
+        for progress in self.progresses.all:
             one = progress.pending
             if one is not None and (not one.is_placeholder or one.is_begun):
-                verdict = progress.verdict if progress.has_ended else None
+                verdict = progress.verdict if progress.stage.has_ended else None
                 verdict = None if one.is_late else verdict or self.verdict(progress)
                 if verdict is not None and verdict.reason is Reason.NO_GRADIENTS:
                     continue
@@ -912,7 +912,7 @@ class Iteration:
 
     def _forbid_update(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
-        if any(progress.is_incomplete for progress in self.progresses):
+        if any(progress.is_incomplete for progress in self.progresses.all):
             self.wrong_order(_INCOMPLETE)
         never = self.current.never_scales
         if self.scaled or never:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.scaler.claim import Reason, Verdict
@@ -14,7 +14,11 @@ from gradscale.scaler.verdict import PendingVerdict
 
 
 class Stage(enum.Enum):
-    """How far an optimizer has come in the iteration."""
+    """How far an optimizer has come in the iteration.
+
+    ``is_unscaled``: its gradients are divided, if only in part, and ``step`` has not come to its end. ``has_ended``:
+    it has. ``is_over``: it has, or is as good as ended.
+    """
 
     READY = "its gradients are as the backward pass has made them"
     DIVIDING = "they are being divided, or are divided in part after an interrupt or a failure"
@@ -25,6 +29,12 @@ class Stage(enum.Enum):
     STEPPED = "its step was made or skipped"
     DECLINED = "the optimizer itself has made no step; if that was so on some ranks alone, the number of steps says it"
 
+    def __init__(self, _: str) -> None:
+        # Attributes, since each step asks for them many times.
+        self.has_ended = self.name in ("STEPPED", "DECLINED")
+        self.is_over = self.has_ended or self.name == "LEFT_OUT"
+        self.is_unscaled = self.name != "READY" and not self.has_ended
+
 
 class Closure(enum.Enum):
     """How far the closure of an optimizer's step has come."""
@@ -32,10 +42,6 @@ class Closure(enum.Enum):
     NONE = "none was evaluated"
     EVALUATING = "it was, and without it its gradients cannot be used, also if it has failed"
     BEGUN = "an evaluation was fine: later ones are no spikes, since a line search tries losses that are far apart"
-
-
-_UNSCALED = frozenset((Stage.DIVIDING, Stage.JUDGED, Stage.STEPPING, Stage.OVERTAKEN, Stage.LEFT_OUT))
-_ENDED = frozenset((Stage.STEPPED, Stage.DECLINED))
 
 
 class Progress:
@@ -63,24 +69,9 @@ class Progress:
         return None if self.owner is None else self.owner()
 
     @property
-    def is_unscaled(self) -> bool:
-        """Whether the gradients are divided, if only in part, and ``step`` has not come to its end."""
-        return self.stage in _UNSCALED
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether ``step`` has come to its end."""
-        return self.stage in _ENDED
-
-    @property
     def is_awaited(self) -> bool:
         """Whether the optimizer was unscaled, and its step is still to come."""
-        return self.is_unscaled and (self.owner is None or self.owner() is not None)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the optimizer has stepped, or its step was skipped, or left out where all ranks skip."""
-        return self.stage in _ENDED or self.stage is Stage.LEFT_OUT
+        return self.stage.is_unscaled and (self.owner is None or self.owner() is not None)
 
     @property
     def has_stepped(self) -> bool:
@@ -91,7 +82,7 @@ class Progress:
     @property
     def is_incomplete(self) -> bool:
         """Whether the gradients may be divided in part; not if a framework has divided and judged them."""
-        return self.stage in _UNSCALED and (self.pending is None or not self.pending.is_begun)
+        return self.stage.is_unscaled and (self.pending is None or not self.pending.is_begun)
 
     # Transitions of the closure.
 
@@ -136,7 +127,7 @@ class Progress:
 
     def begin_step(self) -> None:
         """Begin the step of gradients that are judged."""
-        if self.stage in _UNSCALED and not self.is_incomplete:
+        if self.stage.is_unscaled and self.pending is not None and self.pending.is_begun:
             self.stage, self.verdict = Stage.STEPPING, None
 
     def take_for_unscaled(self) -> None:
@@ -155,7 +146,7 @@ class Progress:
 
     def leave_out(self, verdict: Verdict) -> None:
         """Take a step that was not called for one that all ranks skip, if the verdict says so."""
-        if self.stage in _UNSCALED and verdict.reason:
+        if self.stage.is_unscaled and verdict.reason:
             self.stage, self.verdict = Stage.LEFT_OUT, verdict
         elif self.stage is Stage.LEFT_OUT:
             self.stage, self.verdict = Stage.JUDGED, None
@@ -176,14 +167,8 @@ class Progresses:
     """
 
     def __init__(self) -> None:
-        self._all: list[Progress] = []
+        self.all: list[Progress] = []
         self._by_id: dict[int, Progress] = {}
-
-    def __iter__(self) -> Iterator[Progress]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
 
     def of(self, optimizer: Optimizer) -> Progress:
         """Return an optimizer's progress, which may begin here."""
@@ -212,7 +197,7 @@ class Progresses:
 
     def stepped_ids(self) -> frozenset[int]:
         """Return the ``id()`` of each optimizer whose step has come to its end."""
-        return frozenset(identity for identity, progress in self._by_id.items() if progress.has_ended)
+        return frozenset(identity for identity, progress in self._by_id.items() if progress.stage.has_ended)
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that are alive."""
@@ -221,28 +206,28 @@ class Progresses:
     def forget(self, identity: int | None = None) -> None:
         """Let the optimizer with this ``id()``, or each, begin again; KeyError for one that has no progress."""
         if identity is None:
-            self._all, self._by_id = [], {}
+            self.all, self._by_id = [], {}
         else:
-            self._all.remove(self._by_id.pop(identity))
+            self.all.remove(self._by_id.pop(identity))
 
     def _begin(self, identity: int) -> Progress:
         progress = self._by_id[identity] = Progress()
-        self._all.append(progress)
+        self.all.append(progress)
         return progress
 
     def have_begun(self) -> bool:
         """Tell whether some optimizer was refused, unscaled or stepped."""
-        return any(progress.refused or progress.stage is not Stage.READY for progress in self._all)
+        return any(progress.refused or progress.stage is not Stage.READY for progress in self.all)
 
     def are_over(self) -> bool:
         """Tell whether a step is over, and no other one has begun that is still to come."""
         has_stepped = False
-        for progress in self._all:
+        for progress in self.all:
             if progress.is_awaited:
                 return False
-            has_stepped = has_stepped or progress.is_over
+            has_stepped = has_stepped or progress.stage.is_over
         return has_stepped
 
     def sent_messages(self) -> bool:
         """Tell whether a message was sent for a step."""
-        return any(progress.pending is not None and progress.pending.groups for progress in self._all)
+        return any(progress.pending is not None and progress.pending.groups for progress in self.all)

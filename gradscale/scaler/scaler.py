@@ -358,7 +358,7 @@ class GradScaler:
 
     def _end_if_over(self) -> None:
         """End a guard's iteration once no step of it is to come; Ctrl-C may have left it to the next step."""
-        if self._parts.is_guard and self._iteration.progresses and self._iteration.progresses.are_over():
+        if self._parts.is_guard and self._iteration.progresses.are_over():
             GradScaler.update(self)
 
     def refuse(self, optimizer: Optimizer) -> None:
@@ -418,8 +418,8 @@ class GradScaler:
             # An update that is interrupted can be called again: it learns once, and counts in its last call.
             report, underflow = ended.close(new_scale)
             steps, reports = ended.steps_before, [*ended.steps]
-            for progress in ended.progresses:
-                steps += progress.is_over and progress.stage is not Stage.DECLINED
+            for progress in ended.progresses.all:
+                steps += progress.stage.is_over and progress.stage is not Stage.DECLINED
                 if progress.stage is Stage.LEFT_OUT and progress.verdict is not None:
                     optimizer = progress.optimizer
                     position = None if optimizer is None else parts.tally.position_of(optimizer)
@@ -670,7 +670,7 @@ class GradScaler:
         # which some ranks may leave out.
         steps = iteration.steps_before - iteration.alone_before
         if not iteration.counts_alone:
-            steps += sum(progress.has_stepped for progress in iteration.progresses)
+            steps += sum(progress.has_stepped for progress in iteration.progresses.all)
         return checkpoint.build(current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
@@ -693,7 +693,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if self._busy.locked() and self._iteration.progresses:
+        if self._busy.locked() and self._iteration.progresses.all:
             msg = f"load_state_dict() was called in step(), in iteration {self._iteration.number}: call it afterwards"
             raise CallOrderError(msg)
         loaded = checkpoint.parse(state_dict, self._parts.current.policy)

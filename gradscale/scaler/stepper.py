@@ -63,7 +63,7 @@ class Step:
         if self._inputs is not None:
             iteration.set_inputs(progress, self._inputs, has_closure=self.closure is not None)
         if self.closure is not None:
-            if progress.is_unscaled and progress.closure is Closure.NONE:
+            if progress.stage.is_unscaled and progress.closure is Closure.NONE:
                 iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
             progress.begin_closure()
             if "closure" in self.kwargs:
