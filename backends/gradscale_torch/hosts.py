@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 import gradscale
-from gradscale.core.gradients import Findings
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError, short_repr
 from gradscale.scaler.iteration import Iteration
@@ -119,12 +118,7 @@ def framework_flags_of(iteration: Iteration, progress: Progress) -> FrameworkFla
     if pending is None:
         if current.state is None:
             return None
-        (scale,) = current.state_adapter.peek(current.state[:1]) or (None,)
-        findings = Findings(0, has_gradients=False, flags={}, scale=scale)
-        pending = progress.pending = PendingVerdict(
-            current, iteration.agreement, findings, current.state, (), None, iteration.number
-        )
-        pending.is_placeholder = True
+        pending = progress.pending = PendingVerdict.of_framework(current, iteration.agreement, current.state)
     if not isinstance(pending.override, FrameworkFlags):
         target, flags = pending.state.scale.device, dict(pending.findings.flags or {})
         if (

@@ -83,14 +83,15 @@ def _fused_step(step: Step) -> Iterator[None]:
     target = state.scale.device
     fresh = _without_momentum(optimizer)
     is_on_cpu = devices.is_on_cpu(state.scale)
+    is_late = False
     if pending.override is None and not is_on_cpu:
         # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced, and
         # momentum that is not to be damped if this step is skipped.
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
         may_be_late = not iteration.reports.wants_each_step and (not is_damped or is_capturing(target))
-        pending.is_late = may_be_late and iteration.current.at_min_scale(state) is None
+        is_late = may_be_late and iteration.current.at_min_scale(state) is None
     is_empty = not pending.groups and not findings.has_gradients and not progress.refused
-    if not pending.is_late or is_empty:
+    if not is_late or is_empty:
         if not is_on_cpu:
             forbid_capture(target, NO_READS)
         step.verdict = iteration.verdict_for_step(progress, optimizer)
@@ -116,7 +117,7 @@ def _fused_step(step: Step) -> Iterator[None]:
                 getattr(optimizer, "state", {}).get(parameter, {}).pop("momentum_buffer", None)
         elif momentum is not None:
             momentum.copy_(torch.where(to_device(flag, momentum.device) != 0, torch.zeros_like(momentum), momentum))
-    if pending.is_late:
+    if is_late:
         pending.start_reading()
     _note_left_scaled(step)
 

@@ -211,6 +211,19 @@ class Presence(enum.IntEnum):
     """The program refuses the step, which an overflow on any rank hides in the code."""
 
 
+class Scaled(enum.IntEnum):
+    """When a rank has scaled the loss of its gradients; the MAX over ranks counts."""
+
+    NEVER = 0
+    """Not by a state that is new or was loaded."""
+    BEFORE = 1
+    """In an iteration before, and the gradients are divided all the same."""
+    NOW = 2
+    """In this iteration, or it needs not; and the rule for spikes has no value."""
+    WITH_VALUES = 3
+    """The same, and it has one, or needs none."""
+
+
 KEEPS_SCALE = Reason.SPIKE, Reason.REFUSED
 """Why a step is neither clean nor an overflow, so that the scale stays as it is."""
 
@@ -258,9 +271,7 @@ class Flags(NamedTuple):
     """1: an overflow must be raised, as the policy says; and 2 more: of this rank, one more skipped step ends the run.
     Ranks with one state differ in the latter alone."""
     presence: Array = Presence.SOME
-    scaled: Array = 3
-    """2: a loss was scaled in this iteration, or needs not be; 1: one was before; 0: none was. 3: the rule for
-    spikes has a value, too, or needs none."""
+    scaled: Array = Scaled.WITH_VALUES
     code: Array = 0
 
 
@@ -277,8 +288,8 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
     if not scaled and presence >= Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by, by_loss = Reason.NOT_SCALED, None, False
     is_idle = not scaled and presence == Presence.ZEROS
-    is_unscaled = scaled == 1 and bool(presence)
-    lacks_values = scaled == 2 and bool(presence)
+    is_unscaled = scaled == Scaled.BEFORE and bool(presence)
+    lacks_values = scaled == Scaled.NOW and bool(presence)
     return Verdict(
         reason,
         by,

@@ -28,7 +28,7 @@ from gradscale.core.summaries import sum_of_bits
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, short_repr
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
-from gradscale.scaler.claim import Claim, Flags, LossFault, Presence, Purpose, Reason, Verdict
+from gradscale.scaler.claim import Claim, Flags, LossFault, Presence, Purpose, Reason, Scaled, Verdict
 from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite, value_of
 from gradscale.scaler.inputs import StepInputs
@@ -447,20 +447,14 @@ class Iteration:
             claim = self.next_claim(groups, optimizer, request.max_norm) if groups else None
             if claim is not None and checksum:
                 claim = claim._replace(checksum=checksum)
-            scaled, is_last = (not_scaled, is_unscaled), self.tally.is_last_chance(optimizer) and len(groups) > 0
+            presence = (not_scaled or Presence.SOME) if findings.has_gradients else Presence.NONE
+            scaled = Scaled.NEVER if not_scaled else Scaled.BEFORE if is_unscaled else Scaled.NOW + has_values
+            # It gives a new optimizer its position among the streaks, alone, too.
+            is_last = self.tally.is_last_chance(optimizer) and len(groups) > 0
+            flags = Flags(findings.nonfinite, 2 * is_last, presence, scaled, progress.code)
+            loss, is_late = late
             pending = PendingVerdict(
-                current,
-                agreement,
-                findings,
-                state,
-                groups,
-                claim,
-                self.number,
-                progress.code,
-                *scaled,
-                *late,
-                is_last,
-                has_values,
+                current, agreement, findings, state, flags, groups, claim, loss, is_judged_late=is_late
             )
             progress.judge(pending, then)
             if groups:
@@ -735,7 +729,7 @@ class Iteration:
         if not verdict.reason and progress.pending is not None:
             verdict = verdict._replace(reason=Reason.REFUSED, by=self.agreement.rank(), by_loss=False, saw=True)
             progress.decline()
-            progress.pending.verdict, progress.pending.override, progress.pending.is_late = verdict, None, False
+            progress.pending.replace(verdict)
         return verdict
 
     # The end of the iteration.

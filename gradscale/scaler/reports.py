@@ -16,7 +16,7 @@ from gradscale.errors import (
 from gradscale.scaler.claim import KEEPS_SCALE, Reason, Verdict
 from gradscale.scaler.inputs import Batch
 from gradscale.scaler.overflow import TABLE_ROWS, OverflowReport
-from gradscale.scaler.verdict import PendingVerdict
+from gradscale.scaler.verdict import PendingVerdict, Reading
 
 
 class StepReport(NamedTuple):
@@ -216,7 +216,7 @@ class Reports:
         if isinstance(last, StepReport):
             return last
         report = last.report()
-        if not last.pending.is_captured:
+        if last.pending.reading is not Reading.REPLAYED:
             # That of a captured graph is read each time: a replay may have overwritten it.
             self._last.set(optimizer, report)
         return report
@@ -238,7 +238,7 @@ class Reports:
     def record_later(self, optimizer: object, entry: Deferred) -> None:
         """Keep a step whose verdict the CPU has not read; the history leaves out those of captured graphs."""
         self._last.set(optimizer, entry)
-        if not entry.pending.is_captured:
+        if entry.pending.reading is not Reading.REPLAYED:
             self.under_way.append(entry)
             self._history.append(entry)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -17,31 +19,35 @@ from gradscale.scaler.claim import KEEPS_SCALE, LENGTH, Claim, Flags, Presence, 
 from gradscale.scaler.scale import CurrentScale
 
 
+class Reading(enum.Enum):
+    """When the host reads a verdict that it does not have."""
+
+    IN_STEP = "before the step, which needs it"
+    LATE = "on demand, since the optimizer acts on it by itself"
+    REPLAYED = "on demand, and anew each time, since a captured graph writes it at each replay"
+
+
 class PendingVerdict:
     """The verdict on one optimizer's gradients. To construct one begins the agreement of the ranks.
 
     Where the verdict is:
 
     - Alone, with all numbers on the host: in ``verdict``, from the start.
-    - Over a group, or on a device: in the answer to the message, and in ``verdict`` after the first ``read``.
-    - ``is_late``, which an adapter sets if the optimizer acts on it by itself: the same, but read on demand. Until then
-      ``count``, ``skips``, ``keeps_scale`` and ``reason`` answer with arrays of the device.
-    - ``is_captured``, if a captured graph writes it at each replay: ``read`` anew each time, and never in ``verdict``.
+    - Over a group, or on a device: in the answer to the message, and in ``verdict`` after the first ``read``, unless
+      each replay writes another one. If an adapter lets it be read late, ``count``, ``skips``, ``keeps_scale`` and
+      ``reason`` answer with arrays of the device until then.
     - ``override``, which an adapter sets if a framework judges by itself: it returns 0-d, 0 for finite gradients, or
       None, and takes the place of the count. It overrules no spike and no refusal. ``is_placeholder``: nobody else
       has judged.
 
+    ``flags`` are what this rank says of the step, in which the code is the reason beside an overflow.
     ``is_judged_late``: once the verdict is read, ``loss`` and ``norm`` are still to be judged.
-
-    ``is_judged_by_host``: the host judges the gradients by the norm that it reads.
-
-    ``not_scaled``: the gradients of a rank that has never scaled a loss; ``is_unscaled``: it has, and not in this
-    iteration.
     """
 
     verdict: Verdict | None = None
     override: Callable[[], Array | None] | None = None
-    is_placeholder = is_late = is_captured = False
+    is_placeholder = False
+    reading = Reading.IN_STEP
     _copy: HostRead | None = None
 
     def __init__(
@@ -50,74 +56,95 @@ class PendingVerdict:
         agreement: Agreement,
         findings: Findings,
         state: ScaleState,
-        groups: Sequence[Collectives],
-        claim: Claim | None,
-        number: int,
-        code: Array | int = 0,
-        not_scaled: Presence | None = None,
-        is_unscaled: bool = False,
+        flags: Flags,
+        groups: Sequence[Collectives] = (),
+        claim: Claim | None = None,
         loss: Array | float | None = None,
+        *,
         is_judged_late: bool = False,
-        is_last_chance: bool = False,
-        has_values: bool = True,
     ) -> None:
         self.findings, self.state, self.groups, self.is_judged_late = findings, state, groups, is_judged_late
         # Gradients of a state before a load say nothing of the one in force.
         self.rank, self._updates = agreement.rank, current.updates if state is current.state else -1
-        count, scaled = findings.nonfinite, 0 if not_scaled else 1 if is_unscaled else 2 + has_values
-        presence = (not_scaled or Presence.SOME) if findings.has_gradients else Presence.NONE
-        self._is_idle = presence is Presence.ZEROS and not groups
-        # The state as numbers, if the host knows them; alone, of the scale.
-        alone = None if findings.scale is None else [findings.scale]
-        numbers = current.state_adapter.peek(state) if groups else alone
-        if not isinstance(code, int):
-            (code,) = current.state_adapter.peek((code,)) or (code,)
-        self._current, self._code, self._count = current, code, count
+        self._current, self._count, self._code = current, flags.nonfinite, _on_host(current, flags.code, int)
+        # What a read has to fetch stays as it is: each replay of a captured graph gives others.
+        self._norm_sent = 0.0 if findings.norm is None else _on_host(current, findings.norm, float)
+        self._norm, self._loss, self._loss_sent = self._norm_sent, loss, loss
+        # By the norm that it reads, if the host judges the gradients.
+        self._deferred = findings.deferred if findings.norm is None else None
         # The reason that an overflow hides.
-        self._hidden = code if isinstance(code, int) else 0
-        if groups and claims.reason_number(self._hidden) == Reason.REFUSED:
-            presence = Presence.REFUSED
-        if isinstance(count, int) and count:
-            # It goes before a refusal, which counts again if a framework overrules the overflow.
-            fault = claims.fault_of(loss) or claims.fault_in(self._hidden)
-            code = claims.reason_code(Reason.OVERFLOW, agreement.rank(), fault)
-        norm = 0.0 if findings.norm is None else findings.norm
-        if not isinstance(norm, float):
-            (norm,) = current.state_adapter.peek((norm,)) or (norm,)
-        self._norm, self._loss = norm, loss
-        # Whether a read has to fetch them: each replay of a captured graph gives others.
-        self._reads_norm, self._reads_loss = not isinstance(norm, float), is_array_api_obj(loss)
-        self.is_judged_by_host = findings.deferred is not None and findings.norm is None
-        if (
-            numbers is not None
-            and isinstance(count, int)
-            and isinstance(code, int)
-            and isinstance(norm, float)
-            and not self._reads_loss
-        ):
-            at_min_scale = (count > 0 or len(groups) > 0) and current.at_min_scale(state) is True
-            flags = Flags(count, at_min_scale + 2 * is_last_chance, presence, scaled, code)
-            if not groups:
-                if current.state_adapter.is_shared:
-                    current.require_possible(numbers[0])
-                self.verdict = verdict_from(flags, count, numbers[0])
-                self.verdict = self.verdict._replace(norm=self._reported_norm(), loss=self.loss)
-                return
-            values = claims.pack_numbers(Numbers(*numbers), claims.hash_of(claim), flags, norm)
-            self._ballot = agreement.send(groups, current.state_adapter.integers(values, state.scale), number, claim)
-            self._ballot.values = values
+        self._hidden = self._code if isinstance(self._code, int) else 0
+        self._flags = flags = self._with_overflow(flags)
+        if groups:
+            self._send(agreement, flags, claim)
+        elif findings.scale is not None and self._is_on_host(flags):
+            if current.state_adapter.is_shared:
+                current.require_possible(findings.scale)
+            is_at_min = self._count > 0 and current.at_min_scale(state) is True
+            verdict = verdict_from(flags._replace(limits=flags.limits + is_at_min), self._count, findings.scale)
+            self.verdict = verdict._replace(norm=self._reported_norm(), loss=self.loss)
         else:
-            xp = current.xp
-            if isinstance(count, int) and not self.is_judged_by_host:
-                self._count = count = xp.reshape(current.state_adapter.integers([count], state.scale), ())
-            flags = Flags(count, 2 * is_last_chance, presence, scaled, code)
-            if groups:
-                sent = claims.pack_arrays(
-                    current.state_adapter, current.policy, state, claims.hash_of(claim), flags, norm
-                )
-                self._ballot = agreement.send(groups, sent, number, claim)
-            else:
-                self._flags, self._sent = self._packed_alone(flags)
+            self._sent = self._pack_alone(flags)
+
+    @classmethod
+    def of_framework(cls, current: CurrentScale, agreement: Agreement, state: ScaleState) -> PendingVerdict:
+        """Return a verdict that a framework is to give: until then of finite gradients."""
+        (scale,) = current.state_adapter.peek(state[:1]) or (None,)
+        findings = Findings(0, has_gradients=False, flags={}, scale=scale)
+        placeholder = cls(current, agreement, findings, state, Flags(presence=Presence.NONE))
+        placeholder.is_placeholder = True
+        return placeholder
+
+    def _with_overflow(self, flags: Flags) -> Flags:
+        """Return the flags with an overflow that the host knows, which counts before any other reason."""
+        code, presence = self._code, flags.presence
+        if self.groups and claims.reason_number(self._hidden) == Reason.REFUSED:
+            presence = Presence.REFUSED
+        if isinstance(self._count, int) and self._count:
+            # A refusal counts again if a framework overrules the overflow.
+            fault = claims.fault_of(self._loss) or claims.fault_in(self._hidden)
+            code = claims.reason_code(Reason.OVERFLOW, self.rank(), fault)
+        return flags._replace(code=code, presence=presence)
+
+    def _is_on_host(self, flags: Flags) -> bool:
+        """Tell whether the host has all numbers but those of the state."""
+        is_read = is_array_api_obj(self._loss) or not isinstance(self._norm, float)
+        return isinstance(flags.nonfinite, int) and isinstance(flags.code, int) and not is_read
+
+    def _send(self, agreement: Agreement, flags: Flags, claim: Claim | None) -> None:
+        """Start the message to the other ranks."""
+        current, adapter, state = self._current, self._current.state_adapter, self.state
+        own_hash, number = claims.hash_of(claim), 0 if claim is None else claim.iteration
+        numbers = adapter.peek(state)
+        values: list[int] | None = None
+        if numbers is not None and self._is_on_host(flags) and isinstance(self._norm, float):
+            flags = flags._replace(limits=flags.limits + (current.at_min_scale(state) is True))
+            values = claims.pack_numbers(Numbers(*numbers), own_hash, flags, self._norm)
+            sent = adapter.integers(values, state.scale)
+        else:
+            sent = claims.pack_arrays(adapter, current.policy, state, own_hash, self._with_array(flags), self._norm)
+        self._ballot = agreement.send(self.groups, sent, number, claim)
+        self._ballot.values = values
+
+    def _with_array(self, flags: Flags) -> Flags:
+        """Return the flags with the count as an array, unless the host is to judge."""
+        if isinstance(self._count, int) and self._deferred is None:
+            adapter = self._current.state_adapter
+            self._count = self._current.xp.reshape(adapter.integers([self._count], self.state.scale), ())
+        return flags._replace(nonfinite=self._count)
+
+    def _pack_alone(self, flags: Flags) -> Array:
+        """Return what the host reads of a process that decides alone."""
+        adapter, state = self._current.state_adapter, self.state
+        flags, at_min_scale = self._with_array(flags), self._current.policy.at_min_scale(state)
+        self._flags = flags if at_min_scale is None else flags._replace(limits=at_min_scale)
+        words = [] if self._deferred is None else [self._deferred.words]
+        if not isinstance(self._norm, float):
+            bits = adapter.bits(self._norm)
+            words.append(norm_bits(adapter, self._norm) if bits is None else bits)
+        if is_array_api_obj(self._loss):
+            words.append(adapter.bits(self._loss))
+        return claims.pack_alone(adapter, state, self._flags, words)
 
     @property
     def is_begun(self) -> bool:
@@ -125,9 +152,19 @@ class PendingVerdict:
         return not self.is_placeholder or (self.override is not None and self.override() is not None)
 
     @property
+    def is_judged_by_host(self) -> bool:
+        """Whether the host judges the gradients, by the norm that it reads."""
+        return self._deferred is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the host reads it on demand."""
+        return self.reading is not Reading.IN_STEP
+
+    @property
     def is_unread(self) -> bool:
         """Whether the host has still to read the answer of a group."""
-        return self.verdict is None and len(self.groups) > 0 and not self.is_late
+        return self.verdict is None and len(self.groups) > 0 and self.reading is Reading.IN_STEP
 
     def read(self) -> Verdict:
         """Return the verdict, read now if it is not yet (one host read), or a framework's in its place."""
@@ -161,7 +198,7 @@ class PendingVerdict:
         verdict = self._read_answer() if self.groups else self._read_alone()
         if current.state_adapter.is_shared:
             current.require_possible(verdict.scale, self.state)
-        if not self.is_captured:
+        if self.reading is not Reading.REPLAYED:
             self.verdict = verdict
             current.note_scale(verdict.scale, self._updates)
         return verdict
@@ -171,15 +208,15 @@ class PendingVerdict:
         if copy is None:
             agreed, sent = ballot.read(current.state_adapter)
         else:
-            if not self.is_captured and not copy.is_done():
+            if self.reading is not Reading.REPLAYED and not copy.is_done():
                 # A device would wait for the ranks for ever.
                 ballot.agreed(is_read=True)
             values = copy()
             agreed, sent = values[:LENGTH], values[LENGTH:]
-        self._settle(claims.verdict_of(agreed, sent).nonfinite, claims.state_bits(sent))
-        verdict = ballot.verdict(agreed, sent, current.policy, is_late=self.is_late)
+        verdict = ballot.verdict(agreed, sent, current.policy, is_late=self.reading is not Reading.IN_STEP)
+        self._settle(verdict.nonfinite, claims.state_bits(sent))
         self._hidden = claims.code_in(agreed) if verdict.reason else 0
-        if self._reads_norm:
+        if not isinstance(self._norm_sent, float):
             self._norm = claims.norm_of(sent)
         code = self._code if isinstance(self._code, int) else claims.code_in(sent)
         saw = claims.has_seen(verdict, claims.code_in(agreed), code, claims.fault_of(self.loss))
@@ -190,13 +227,13 @@ class PendingVerdict:
         flags, bits, words = claims.unpack_alone(self._flags, values)
         # No other rank has contributed, so an impossible value is the array library's fault.
         scale = self._current.checked(bits).scale
-        if self._reads_loss:
+        if is_array_api_obj(self._loss_sent):
             *words, bits_of_loss = words
             self._loss = float32_from_bits(bits_of_loss)
-        if self.findings.deferred is not None and self.is_judged_by_host:
-            self._count, self._norm = self.findings.deferred.judge(words, scale)
+        if self._deferred is not None:
+            self._count, self._norm = self._deferred.judge(words, scale)
             flags = flags._replace(nonfinite=self._count)
-        elif self._reads_norm:
+        elif not isinstance(self._norm_sent, float):
             self._norm = float32_from_bits(words[0])
         self._settle(flags.nonfinite, bits)
         verdict = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm(), loss=self.loss)
@@ -206,18 +243,6 @@ class PendingVerdict:
             fault = claims.fault_of(self.loss) or claims.fault_in(self._hidden)
             return verdict._replace(reason=Reason.OVERFLOW, by=self.rank(), by_loss=fault > 0)
         return self._by_hidden(verdict)
-
-    def _packed_alone(self, flags: Flags) -> tuple[Flags, Array]:
-        current, state = self._current, self.state
-        at_min_scale = current.policy.at_min_scale(state)
-        flags = flags if at_min_scale is None else flags._replace(limits=at_min_scale)
-        words = [self.findings.deferred.words] if self.findings.deferred is not None and self.is_judged_by_host else []
-        if self._reads_norm:
-            bits = current.state_adapter.bits(self._norm)
-            words.append(norm_bits(current.state_adapter, self._norm) if bits is None else bits)
-        if self._reads_loss:
-            words.append(current.state_adapter.bits(self._loss))
-        return flags, claims.pack_alone(current.state_adapter, state, flags, words)
 
     def _settle(self, count: int, bits: Sequence[int]) -> None:
         """Keep what was read of a lazy library, which would compute all that it depends on once more in the update."""
@@ -229,7 +254,7 @@ class PendingVerdict:
     @property
     def loss(self) -> float | None:
         """The loss of this rank, once the verdict is read; None if the host does not read it."""
-        if self._loss is None or (self._reads_loss and self.groups):
+        if self._loss is None or (self.groups and is_array_api_obj(self._loss)):
             return None
         loss = float(self._loss)
         # The same object, so that equal reports are equal.
@@ -246,12 +271,12 @@ class PendingVerdict:
         return norm if norm is None or SMALLEST_NORMAL <= norm < math.inf else 0.0 if norm < 1.0 else math.inf
 
     def start_reading(self) -> None:
-        """Send the verdict on its way to the host, which does not wait for it."""
+        """Send the verdict on its way to the host, which does not wait for it, and reads it on demand."""
         if self.groups:
             agreed, sent = self._ballot.agreed(), self._ballot.sent
             self._sent = array_namespace(agreed).concat([agreed, sent])
         self._copy = self._current.state_adapter.start_read(self._sent)
-        self.is_captured = self._copy.is_replayed
+        self.reading = Reading.REPLAYED if self._copy.is_replayed else Reading.LATE
 
     def has_arrived(self) -> bool:
         """Tell whether it can be read without waiting."""
@@ -260,7 +285,11 @@ class PendingVerdict:
     def count(self) -> Array | int | None:
         """Return the agreed count, 0-d if the host does not know it; None for a spike, a refusal or idle zeros."""
         verdict = self.verdict if self.override is None or self.verdict is None else self.read()
-        if self._is_idle if verdict is None else (verdict.is_idle or verdict.reason in KEEPS_SCALE):
+        if verdict is None:
+            is_idle = self._flags.presence == Presence.ZEROS and not self.groups
+        else:
+            is_idle = verdict.is_idle or verdict.reason in KEEPS_SCALE
+        if is_idle:
             return None
         if verdict is not None and self.override is None and isinstance(self._count, int):
             return verdict.nonfinite
@@ -314,15 +343,27 @@ class PendingVerdict:
 
     def reason(self) -> Reason | Array:
         """Return why the ranks skip the step; its number as a 0-d int32 if the host does not know."""
-        if self.verdict is not None or not self.is_late:
+        if self.verdict is not None or self.reading is Reading.IN_STEP:
             return self.read().reason
         own, reason = self._deciding_count(), claims.reason_number(self._agreed_code())
         xp = array_namespace(own)
         number = xp.full_like(own, reason, dtype=xp.int32) if isinstance(reason, int) else reason
         return xp.where(own != 0, xp.full_like(number, Reason.OVERFLOW), number)
 
+    def replace(self, verdict: Verdict) -> None:
+        """Take another verdict, which nobody overrules."""
+        self.verdict, self.override, self.reading = verdict, None, Reading.IN_STEP
+
     def refuse(self, code: int) -> None:
         """Skip the step of a process that decides alone."""
         self._code = self._hidden = code
         if self.verdict is not None and not self.verdict.nonfinite:
             self.verdict = self._by_hidden(self.verdict)
+
+
+def _on_host(current: CurrentScale, value: Any, kind: type) -> Any:
+    """Return a value as a number, if the host has it."""
+    if isinstance(value, kind):
+        return value
+    (value,) = current.state_adapter.peek((value,)) or (value,)
+    return value
