@@ -1,17 +1,15 @@
-"""Agreement: with whom a scaler agrees; Ballot: one message, until the CPU has the answer; Exchange: ranks' values."""
+"""Agreement: with whom a scaler agrees; Ballot: one message, until the CPU has the answer."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import itertools
 import json
-import struct
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
@@ -30,11 +28,9 @@ from gradscale.errors import (
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import Claim, Outcome, Verdict
 from gradscale.scaler.differences import difference, joined
+from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.scale import CurrentScale
 from gradscale.waiting import call_within
-
-_Carry: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
-_LOWEST_INT32 = -(2**31)
 
 OF_ALL_RANKS = BackendError, CollectiveTimeoutError, ScaleDesyncError
 """The errors that end an agreement: what ranks differ in, on all of them, and what one has waited for in vain."""
@@ -467,34 +463,36 @@ class Ballot:
         before = ""
         for collectives, claim in zip(self._groups, self._claims, strict=True):
             asking = claims.details_message()
-            while (outcome := claims.outcome(self._answer(collectives, asking), asking)) is not Outcome.ONE_STATE:
+            while (
+                outcome := claims.outcome(self._answer(collectives, self.sent, asking), asking)
+            ) is not Outcome.ONE_STATE:
                 if outcome is not Outcome.DIFFERENT:
                     return before
-            carry = functools.partial(self._carry, collectives)
-            ranks = zip(*(gather_numbers(one.rank, collectives, carry) for one in self._groups), strict=True)
+            exchange = Exchange(collectives, functools.partial(self._carry, collectives))
+            ranks = zip(*(exchange.numbers(one.rank, self.sent) for one in self._groups), strict=True)
             message = json.dumps([claims.claimed(own, claim, settings), before]).encode()
             # If several ranks tell the same, the first of them sends it.
-            hashes = gather_numbers(zlib.crc32(message) & 0x7FFFFFFF, collectives, carry)
+            hashes = exchange.numbers(zlib.crc32(message) & 0x7FFFFFFF, self.sent)
             firsts = [hashes.index(one) for one in hashes]
-            texts = gather_texts(message if collectives.rank in firsts else b"", collectives, carry)
+            texts = exchange.texts(message if collectives.rank in firsts else b"", self.sent)
             details, earlier = zip(*(json.loads(texts[first]) for first in firsts), strict=True)
             differing = difference(dict(zip(ranks, details, strict=True)))
             # Others may have differed over the groups before.
             before = joined([differing, *earlier])
         return before
 
-    def _carry(self, collectives: Collectives, values: Sequence[int]) -> list[int]:
+    def _carry(self, collectives: Collectives, like: Array, values: Sequence[int]) -> list[int]:
         sent = claims.pack_values(claims.hash_of(None), values)
-        agreed = self._answer(collectives, sent)
+        agreed = self._answer(collectives, like, sent)
         if claims.outcome(agreed, sent) is not Outcome.ONE_STATE:
             msg = "another message came in between"
             raise BackendError(msg)
         return claims.unpack_values(agreed)
 
-    def _answer(self, collectives: Collectives, values: Sequence[int]) -> list[int]:
+    def _answer(self, collectives: Collectives, like: Array, values: Sequence[int]) -> list[int]:
         """Send a message whose answer comes within seconds, and return it."""
-        backend = registry.backend_for(self.sent)
-        sent = backend.integers(values, self.sent)
+        backend = registry.backend_for(like)
+        sent = backend.integers(values, like)
 
         def call() -> list[int]:
             return backend.read(_agreed(collectives, sent))
@@ -507,66 +505,27 @@ class Ballot:
             return call()
 
 
-class Exchange:
-    """Values of each rank of one group, in rounds of messages of the usual form, as arrays of the library of ``like``.
+def exchange_over(
+    agreement: Agreement, current: CurrentScale, collectives: Collectives, claim: Callable[[], Claim]
+) -> Exchange:
+    """Return the exchange of a scaler over one group, all of whose rounds have the claim of ``claim``.
 
-    ``claim`` makes the claim of all rounds, once one is needed. If some rank makes another call, the first round is a
-    ScaleDesyncError on every rank.
+    That is called once a round is needed. If some rank makes another call, the first round is a ScaleDesyncError on
+    every rank.
     """
+    # One for all rounds, of which other rows of a grid of ranks may have more.
+    claim = functools.cache(claim)
 
-    def __init__(
-        self, agreement: Agreement, current: CurrentScale, collectives: Collectives, claim: Callable[[], Claim]
-    ) -> None:
-        self.rank, self.size = collectives.rank, collectives.size
-        self._agreement, self._current, self._group = agreement, current, collectives
-        # One for all rounds, of which other rows of a grid of ranks may have more.
-        self._claim = functools.cache(claim)
-
-    def announce(self, like: Array) -> None:
-        """Tell the other ranks that a collective of another kind comes next."""
-        self._carry(like, [0] * claims.VALUES)
-
-    def numbers(self, number: int, like: Array) -> list[int]:
-        """Return the int32 of each rank; a round, and a host read, for each 8 of them."""
-        return gather_numbers(number, self._group, functools.partial(self._carry, like))
-
-    def texts(self, sent: bytes, like: Array) -> list[bytes]:
-        """Return the bytes of each rank; a round, and a host read, for each 32 of them."""
-        return gather_texts(sent, self._group, functools.partial(self._carry, like))
-
-    def _carry(self, like: Array, values: Sequence[int]) -> list[int]:
-        claim, backend = self._claim(), self._current.backend_for(like)
-        sent = backend.integers(claims.pack_values(claims.hash_of(claim), values), like)
-        with self._agreement.failing():
-            ballot = self._agreement.send([self._group], sent, claim.iteration, claim)
+    def carry(like: Array, values: Sequence[int]) -> list[int]:
+        own, backend = claim(), current.backend_for(like)
+        sent = backend.integers(claims.pack_values(claims.hash_of(own), values), like)
+        with agreement.failing():
+            ballot = agreement.send([collectives], sent, own.iteration, own)
             answer = ballot.read(backend)
-            ballot.verdict(*answer, self._current.policy)
+            ballot.verdict(*answer, current.policy)
         return claims.unpack_values(answer[0])
 
-
-def gather_numbers(number: int, collectives: Collectives, carry: _Carry) -> list[int]:
-    """Return an int32 of each rank; ``carry`` sends some values, and returns the MAX of each over the ranks."""
-    return _gather([number], collectives.rank, collectives.size, carry)
-
-
-def gather_texts(sent: bytes, collectives: Collectives, carry: _Carry) -> list[bytes]:
-    """Return the bytes of each rank, by rounds of ``carry``."""
-    lengths = gather_numbers(len(sent), collectives, carry)
-    counts = [-(-length // 4) for length in lengths]
-    ends = list(itertools.accumulate(counts))
-    mine = struct.unpack(f"<{counts[collectives.rank]}i", sent + bytes(-len(sent) % 4))
-    agreed = _gather(mine, ends[collectives.rank] - len(mine), ends[-1], carry)
-    packed = struct.pack(f"<{ends[-1]}i", *agreed)
-    begins = [4 * (end - count) for end, count in zip(ends, counts, strict=True)]
-    return [packed[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
-
-
-def _gather(mine: Sequence[int], begin: int, total: int, carry: _Carry) -> list[int]:
-    """Return int32 of all ranks, of which this rank has those from ``begin`` on, and all others the lowest there."""
-    before = [_LOWEST_INT32] * begin
-    values = [*before, *mine, *[_LOWEST_INT32] * (total + claims.VALUES - begin - len(mine))]
-    rounds = (carry(values[start : start + claims.VALUES]) for start in range(0, total, claims.VALUES))
-    return list(itertools.chain.from_iterable(rounds))[:total]
+    return Exchange(collectives, carry)
 
 
 def _agreed(collectives: Collectives, sent: Array) -> Array:

@@ -21,8 +21,9 @@ from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.summaries import Summary
 from gradscale.core.tree import first_floating, require_arrays
 from gradscale.errors import BackendError, GradscaleError, InvalidTypeError, short_repr
-from gradscale.scaler.agreement import Exchange
+from gradscale.scaler.agreement import exchange_over
 from gradscale.scaler.claim import Purpose, Verdict
+from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Collaborators, Iteration
 from gradscale.scaler.overflow import OverflowReport, ParameterReport, RankReport
 from gradscale.scaler.progress import Progress, Stage
@@ -108,7 +109,7 @@ class Diagnosis:
         exchanges = []
         for index, group in enumerate(groups):
             claim = functools.partial(iteration.next_claim, [group], optimizer, None, Purpose.DIAGNOSIS, index)
-            exchanges.append(Exchange(self._agreement, current, group, claim))
+            exchanges.append(exchange_over(self._agreement, current, group, claim))
         reports = _gather(own, exchanges, self._like_any(optimizer, iteration))
         if failure is not None:
             raise failure

@@ -27,7 +27,7 @@ from gradscale.core.snapshot import Snapshot
 from gradscale.core.summaries import sum_of_bits
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError, ScaleUnderflowError, short_repr
 from gradscale.scaler import claim as claims
-from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, Exchange
+from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, exchange_over
 from gradscale.scaler.claim import Claim, Flags, LossFault, Presence, Purpose, Reason, Scaled, Verdict
 from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite, value_of
@@ -656,7 +656,7 @@ class Iteration:
             )
             raise InvalidValueError(msg)
         claim = functools.partial(self.next_claim, groups, optimizer, clipping.max_norm, Purpose.NORM)
-        return Request(clipping.max_norm, Exchange(agreement, current, groups[0], claim))
+        return Request(clipping.max_norm, exchange_over(agreement, current, groups[0], claim))
 
     def verdict_for_step(self, progress: Progress, optimizer: Optimizer, then: Stage = Stage.STEPPING) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
