@@ -63,9 +63,9 @@ from gradscale.errors import TrainingStalledWarning as TrainingStalledWarning
 from gradscale.policies.dynamic import DynamicScale as DynamicScale
 from gradscale.policies.dynamic import StaticScale as StaticScale
 from gradscale.policies.spikes import SkipSpikes as SkipSpikes
+from gradscale.scaler.diagnosis.report import OverflowReport as OverflowReport
+from gradscale.scaler.diagnosis.report import ParameterReport as ParameterReport
 from gradscale.scaler.group_agreement import GroupAgreement as GroupAgreement
-from gradscale.scaler.overflow import OverflowReport as OverflowReport
-from gradscale.scaler.overflow import ParameterReport as ParameterReport
 from gradscale.scaler.reports import StepReport as StepReport
 from gradscale.scaler.reports import UpdateReport as UpdateReport
 from gradscale.scaler.scaler import GradScaler as GradScaler

@@ -17,8 +17,9 @@ from gradscale.core.arithmetic import is_floating
 from gradscale.core.protocols import Policy
 from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError, short_repr
 from gradscale.scaler import claim as claims
+from gradscale.scaler.diagnosis.cause import find_cause
+from gradscale.scaler.diagnosis.report import ParameterReport
 from gradscale.scaler.differences import spread
-from gradscale.scaler.overflow import ParameterReport, find_cause
 from gradscale.scaler.stall import SkipStreak, raise_or_warn
 from gradscale_jax import trees
 from gradscale_jax.arrays import JaxBackend

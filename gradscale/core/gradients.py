@@ -1,13 +1,12 @@
-"""An optimizer's gradients: where they are, their names, and how unscaled ones go back; its weights and state."""
+"""An optimizer's gradients: where they are, their names, and how unscaled ones go back."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -19,7 +18,6 @@ from gradscale.core.arithmetic import (
     clip_factor_of,
     device,
     float32_bits,
-    is_floating,
     kind_of,
     nonfinite_flag,
 )
@@ -398,19 +396,13 @@ def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], _Assign]:
     return leaves, assign
 
 
-class InspectedArray(NamedTuple):
-    """An array of an optimizer for a parameter: its gradient or None, its weight, or a part of the state.
+class NamedGradient(NamedTuple):
+    """A parameter's gradient, or None, under its name in torch's ``param_names``, or the expression that reaches it."""
 
-    A gradient's name is from torch's ``param_names``, or else the expression that reaches it. An array that belongs to
-    no parameter is called ``state``, with the path as key.
-    """
-
-    kind: Literal["gradient", "weight", "state"]
     name: str
     array: Array
     parameter: object = None
-    """None for the gradients of a ``grads`` tree, and for weights and state."""
-    key: str = ""
+    """None in a ``grads`` tree."""
 
 
 class ParameterLists:
@@ -435,12 +427,10 @@ class ParameterLists:
 
 
 @reading("an optimizer")
-def named_gradients(optimizer: Optimizer) -> list[InspectedArray]:
+def named_gradients(optimizer: Optimizer) -> list[NamedGradient]:
     """Return an optimizer's gradients with their names: one for each parameter, in order, gradient or not."""
     if not hasattr(optimizer, "param_groups"):
-        return [
-            InspectedArray("gradient", path, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))
-        ]
+        return [NamedGradient(*one) for one in tree.leaves_with_paths(_require_tree(optimizer))]
     parameters: dict[int, tuple[str, object]] = {}
     for index, (group, params) in enumerate(parameter_lists(cast("OptimizerWithGroups", optimizer))):
         paths = [f"param_groups[{index}]['params'][{place}]" for place in range(len(params))]
@@ -450,105 +440,4 @@ def named_gradients(optimizer: Optimizer) -> list[InspectedArray]:
             parameters.setdefault(id(parameter), (str(name), parameter))
     gradients = _gradients_of(optimizer, [parameter for _, parameter in parameters.values()])
     pairs = zip(parameters.values(), gradients, strict=True)
-    return [InspectedArray("gradient", name, gradient, parameter) for (name, parameter), gradient in pairs]
-
-
-@reading("names")
-def name_gradients(located: Sequence[InspectedArray], names: object) -> list[InspectedArray]:
-    """Return gradients under names that a user gives: pairs or a mapping with parameters, or text for each in order."""
-    if names is None:
-        return list(located)
-    usage = "pass names=model.named_parameters(), a mapping of names to parameters, or a string for each parameter"
-    if isinstance(names, (str, bytes, set, frozenset)) or not hasattr(names, "__iter__"):
-        msg = f"names must be pairs, a mapping or strings in the parameters' order, got {short_repr(names)}; {usage}"
-        raise InvalidValueError(msg)
-    items = list(names.items() if isinstance(names, Mapping) else names)
-    if all(isinstance(name, str) for name in items):
-        if len(items) != len(located):
-            msg = f"names must be one for each of the optimizer's {len(located)} parameters, got {len(items)}; {usage}"
-            raise InvalidValueError(msg)
-        return [one._replace(name=name) for one, name in zip(located, items, strict=True)]
-    if bad := [item for item in items if not _is_pair(item)]:
-        # If there are strings and something else, report what is no string.
-        item = short_repr(min(bad, key=lambda item: isinstance(item, str)))
-        msg = f"names must be pairs of a string and a parameter with .grad, got {item} among them; {usage}"
-        raise InvalidValueError(msg)
-    by_parameter = {id(parameter): name for name, parameter in items}
-    unnamed = [one.name for one in located if one.parameter is None or id(one.parameter) not in by_parameter]
-    if unnamed:
-        rest = f" and {len(unnamed) - 3} more" * (len(unnamed) > 3)
-        msg = (
-            f"names must hold each of the optimizer's {len(located)} parameters, got {len(items)} names, and none for "
-            f"{', '.join(unnamed[:3])}{rest}; {usage}"
-        )
-        raise InvalidValueError(msg)
-    return [one._replace(name=by_parameter[id(one.parameter)]) for one in located]
-
-
-def _is_pair(item: object) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and hasattr(item[1], "grad")
-
-
-@reading("the weights and the state of an optimizer")
-def inspected_arrays(
-    optimizer: Optimizer,
-    located: Sequence[InspectedArray],
-    named: Sequence[InspectedArray],
-    params: object,
-    state: object,
-) -> list[InspectedArray]:
-    """Return an optimizer's weights and the arrays of its state, but for integers.
-
-    ``located`` are its gradients under its own names, and ``named`` the same under the user's; None for ``params`` and
-    True for ``state`` stand for those of optimizers of torch's kind.
-    """
-    parameters = {id(one.parameter): one.name for one in named if is_array_api_obj(one.parameter)}
-    own = getattr(optimizer, "state", None)
-    if state is True and not (isinstance(own, Mapping) and (parameters or params is not None or not located)):
-        msg = (
-            f"state=True searches what optimizers of torch's kind have, arrays in param_groups and a mapping named "
-            f"state, got {short_repr(optimizer)} of type {type(optimizer).__name__}: pass params= and state=, the "
-            f"weights and the optimizer's state in nested containers"
-        )
-        raise InvalidTypeError(msg)
-    if params is None:
-        arrays = [InspectedArray("weight", one.name, one.parameter) for one in named]
-    elif hasattr(params, "named_parameters") and hasattr(params, "named_buffers"):
-        # A module of torch's kind.
-        arrays = [InspectedArray("weight", *one) for one in (*params.named_parameters(), *params.named_buffers())]
-    else:
-        names = {one.name: renamed.name for one, renamed in zip(located, named, strict=True)}
-        leaves = _leaves("params", tree.leaves_with_paths(params))
-        arrays = [InspectedArray("weight", names.get(path, path) or "params", leaf) for path, leaf in leaves]
-    if state is not None and state is not False:
-        arrays += _arrays_in_state(own if state is True else state, parameters)
-    return [one for one in arrays if is_array_api_obj(one.array) and is_floating(one.array)]
-
-
-def _arrays_in_state(state: object, parameters: Mapping[int, str]) -> Iterator[InspectedArray]:
-    """Yield the items of a container or of torch's mapping of parameters; no iterator in it is read."""
-    if not isinstance(state, Mapping) or all(isinstance(key, (str, int)) for key in state):
-        for path, leaf in _leaves("state", tree.leaves_with_paths(state, _is_leaf)):
-            yield InspectedArray("state", "state", leaf, key=path)
-        return
-    for parameter, values in state.items():
-        name = parameters.get(id(parameter), parameter if isinstance(parameter, str) else type(parameter).__name__)
-        for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
-            for path, leaf in tree.leaves_with_paths(value, _is_leaf):
-                yield InspectedArray("state", name, leaf, key=f"{key}{path}")
-
-
-def _is_leaf(node: object) -> bool:
-    is_dataclass = dataclasses.is_dataclass(node) and not isinstance(node, type)
-    return not is_dataclass and not isinstance(node, (list, tuple, Mapping))
-
-
-def _leaves(name: str, leaves: list[tuple[str, Array]]) -> list[tuple[str, Array]]:
-    """Return the leaves of an argument, which must be an array or a container."""
-    if leaves and leaves[0][0] == "" and not is_array_api_obj(leaves[0][1]):
-        msg = (
-            f"{name} must be arrays in nested containers, got {short_repr(leaves[0][1])} of "
-            f"{type(leaves[0][1]).__name__}"
-        )
-        raise InvalidTypeError(msg)
-    return leaves
+    return [NamedGradient(name, gradient, parameter) for (name, parameter), gradient in pairs]

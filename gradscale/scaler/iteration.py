@@ -30,10 +30,10 @@ from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, exchange_over
 from gradscale.scaler.claim import Claim, Flags, LossFault, Presence, Purpose, Reason, Scaled, Verdict
 from gradscale.scaler.clipping import Clipping
+from gradscale.scaler.diagnosis.cause import NO_GRADIENTS
 from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite, value_of
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.mistakes import Mistakes, no_values
-from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.progress import Closure, Progress, Progresses, Stage
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
 from gradscale.scaler.scale import CurrentScale, Saved, checked_scale, copied

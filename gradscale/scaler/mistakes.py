@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradscale.errors import warn_caller
-from gradscale.scaler.overflow import NO_GRADIENTS
+from gradscale.scaler.diagnosis.cause import NO_GRADIENTS
 
 
 class Mistakes:

@@ -14,8 +14,8 @@ from gradscale.errors import (
     short_repr,
 )
 from gradscale.scaler.claim import KEEPS_SCALE, Reason, Verdict
+from gradscale.scaler.diagnosis.report import TABLE_ROWS, OverflowReport
 from gradscale.scaler.inputs import Batch
-from gradscale.scaler.overflow import TABLE_ROWS, OverflowReport
 from gradscale.scaler.verdict import PendingVerdict, Reading
 
 

@@ -30,13 +30,14 @@ from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Reason
 from gradscale.scaler.clipping import Clipping, checked_clipping
-from gradscale.scaler.diagnosis import Diagnosis, DiagnosisOptions
+from gradscale.scaler.diagnosis.diagnose import Diagnosis
+from gradscale.scaler.diagnosis.look import DiagnosisOptions
+from gradscale.scaler.diagnosis.report import OverflowReport
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
 from gradscale.scaler.iteration import UNSCALING, Collaborators, Iteration, MicroBatches
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, with_options
-from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.progress import Stage
 from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepReport, callbacks_of, step_report
 from gradscale.scaler.scale import CurrentScale, checked_scale
@@ -737,7 +738,7 @@ class GradScaler:
         """Return arrays multiplied by the scale of the present iteration, in which an iterator may be consumed."""
         iteration = self._iteration
         products = iteration.scale(arrays)
-        if self._parts.reports.diagnoses and (count := self._diagnosis.count_nonfinite(arrays)) is not None:
+        if self._parts.reports.diagnoses and (count := self._diagnosis.look.count_nonfinite(arrays)) is not None:
             iteration.loss_nonfinite += (count,)
         if has_losses:
             iteration.add_losses(filter(is_loss, arrays))

@@ -40,7 +40,7 @@ def test_random_diagnoses_of_other_libraries_are_the_models(library: str):
 
 
 def test_of_many_ranks_the_eight_worst_entries_of_each_are_listed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gradscale.scaler.diagnosis._GATHERED", 30)
+    monkeypatch.setattr("gradscale.scaler.diagnosis.gather._GATHERED", 30)
     for _, results in each(ThreadWorld(10), diagnoses.diagnosed, [(seed, "numpy", 9) for seed in range(examples(15))]):
         diagnoses.check(results, [(rank,) for rank in range(10)], listed=30)
 
@@ -49,7 +49,7 @@ def test_of_many_ranks_the_eight_worst_entries_of_each_are_listed(monkeypatch: p
 @pytest.mark.parametrize("listed", [36, *later("ranks", 4096)])
 def test_groups_of_a_grid_are_gathered_in_turn(monkeypatch: pytest.MonkeyPatch, listed: int):
     if listed == 36:
-        monkeypatch.setattr("gradscale.scaler.diagnosis._GATHERED", listed)
+        monkeypatch.setattr("gradscale.scaler.diagnosis.gather._GATHERED", listed)
     for seed in range(25, 25 + examples(40 if listed == 36 else 10)):
         groups = grid_of_threads()
 

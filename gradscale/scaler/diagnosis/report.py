@@ -1,30 +1,19 @@
-"""OverflowReport: which parameters hold inf or NaN, on which rank, and whether the scale or the model is at fault."""
+"""OverflowReport, of the ParameterReports of all ranks, and RankReport, of those of one: plain values and a table."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import operator
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, TypeVar
 
 from gradscale.core import validation
 from gradscale.errors import one_line
 
 Cause = Literal["none", "scale", "model", "underflow", "no gradients", "weights", "optimizer state"]
-NO_GRADIENTS = (
-    "they were zeroed after backward(), or never made, or the optimizer holds the parameters of another model "
-    "(in torch's words: No inf checks were recorded for this optimizer)"
-)
-
-# Gradients underflow above these shares. float16 has 10 binades of subnormals: if a tenth of all nonzero values lies
-# there, about as many lie below and are lost. Zeros alone prove little, as ReLUs and embeddings make most of some
-# gradients zero, but not nearly all of all gradients.
-_SUBNORMAL_SHARE = 0.1
-_ZERO_SHARE = 0.99
 _LONGEST_NAME = 48
 TABLE_ROWS = 20
-_MAX_RANKS = 8
+
+_Report = TypeVar("_Report", "RankReport", "OverflowReport")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +118,9 @@ class RankReport:
     rank: tuple[int, ...] = ()  # in each group gathered over
     entries: tuple[ParameterReport, ...] = ()
     broken: tuple[ParameterReport, ...] | None = None
-    omitted: tuple[int, ...] = (0, 0, 0)  # of the entries, with inf or NaN and finite ones, and of what is broken
+    omitted_nonfinite: int = 0
+    omitted_finite: int = 0
+    omitted_broken: int = 0
     scale: float = 1.0
     iteration: int = 0
     is_scaled: bool = False  # whether the gradients still are
@@ -138,9 +129,7 @@ class RankReport:
 
     def worst(self, limit: int) -> RankReport:
         """Return the report with at most so many entries."""
-        entries = self.entries[:limit]
-        omitted = tuple(map(operator.add, self.omitted, _omitted(self, entries, limit)))
-        return dataclasses.replace(self, entries=entries, broken=self.broken and self.broken[:limit], omitted=omitted)
+        return _shortened(self, self.entries[:limit], limit)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,43 +183,13 @@ class OverflowReport:
     broken: tuple[ParameterReport, ...] | None = None
     omitted_broken: int = 0
 
-    @classmethod
-    def of(cls, ranks: Iterable[RankReport], minimum: float | None) -> OverflowReport:
-        """Join the reports of ranks; ``minimum``: the smallest scale that the policy allows, None if it is always 1."""
-        parts = sorted(ranks, key=lambda part: part.rank)
-        # A rank without gradients may not know the scale, and one that has not called scale() not the iteration.
-        first = max((part for part in parts if part.entries), key=lambda part: part.iteration, default=parts[0])
-        entries = _sorted(part.entries for part in parts)
-        broken = _sorted(part.broken or () for part in parts)
-        counts = [part.loss_nonfinite for part in parts if part.loss_nonfinite is not None]
-        loss_nonfinite = sum(counts) if counts else None
-        is_scaled = any(part.is_scaled for part in parts)
-        searched = None if all(part.broken is None for part in parts) else broken
-        cause, explanation = find_cause(entries, first.scale, minimum, loss_nonfinite, searched, is_scaled=is_scaled)
-        nonfinite, finite, of_broken = map(sum, zip(*(part.omitted for part in parts), strict=True))
-        if cause == "model" and not nonfinite + finite:
-            explanation += _beginning(entries)
-        return cls(
-            *(entries, first.scale, first.iteration, cause, explanation, nonfinite, finite, loss_nonfinite),
-            broken=searched,
-            omitted_broken=of_broken,
-        )
-
     def worst(self, limit: int) -> OverflowReport:
         """Return the report with at most so many entries, among them the largest, and as many broken arrays."""
         entries, largest = self.entries[:limit], max(self.entries, key=lambda one: one.largest or 0.0, default=None)
         if entries and largest is not None and largest not in entries:
             # The magnitude of the step in logs and plots.
             entries = (*entries[:-1], largest)
-        nonfinite, finite, broken = _omitted(self, entries, limit)
-        return dataclasses.replace(
-            self,
-            entries=entries,
-            broken=self.broken and self.broken[:limit],
-            omitted_nonfinite=self.omitted_nonfinite + nonfinite,
-            omitted_finite=self.omitted_finite + finite,
-            omitted_broken=self.omitted_broken + broken,
-        )
+        return _shortened(self, entries, limit)
 
     @property
     def nonfinite(self) -> tuple[ParameterReport, ...]:
@@ -269,90 +228,23 @@ class OverflowReport:
         return fields | {"entries": [entry.to_dict() for entry in self.entries], "broken": broken}
 
 
-def _omitted(
-    report: RankReport | OverflowReport, entries: Sequence[ParameterReport], limit: int
-) -> tuple[int, int, int]:
-    """Return how many entries with inf or NaN, finite ones, and broken arrays beyond a limit a report has besides."""
-    nonfinite, kept = (sum(entry.nonfinite > 0 for entry in each) for each in (report.entries, entries))
-    finite = len(report.entries) - len(entries) - (nonfinite - kept)
-    return nonfinite - kept, finite, len((report.broken or ())[limit:])
+def _shortened(report: _Report, entries: tuple[ParameterReport, ...], limit: int) -> _Report:
+    """Return a report of some of its entries, and of at most so many broken arrays, which counts what it leaves out."""
+    bad, bad_kept = (sum(entry.nonfinite > 0 for entry in each) for each in (report.entries, entries))
+    broken = report.broken or ()
+    return dataclasses.replace(
+        report,
+        entries=entries,
+        broken=report.broken and broken[:limit],
+        omitted_nonfinite=report.omitted_nonfinite + bad - bad_kept,
+        omitted_finite=report.omitted_finite + len(report.entries) - bad - (len(entries) - bad_kept),
+        omitted_broken=report.omitted_broken + len(broken[limit:]),
+    )
 
 
-def _beginning(entries: Sequence[ParameterReport]) -> str:
-    """Say at which parameter the first gradient of a backward pass is not finite; nothing if that is the last one."""
-    of_rank = [entry for entry in entries if entry.rank == entries[0].rank and not entry.missing]
-    begin = max((entry.index for entry in of_rank if entry.nonfinite), default=0)
-    finite = sorted((entry.index, entry.place) for entry in of_rank if entry.index > begin)
-    name = next((entry.place for entry in of_rank if entry.index == begin), "")
-    if not finite or not name:
-        return ""
-    names = " to ".join(dict.fromkeys((finite[0][1], finite[-1][1])))
-    return f" It begins at {name}: from the loss down to there, {names}, gradients are finite."
-
-
-def find_cause(
-    entries: Sequence[ParameterReport],
-    scale: float,
-    minimum: float | None,
-    loss_nonfinite: int | None,
-    broken: Sequence[ParameterReport] | None = None,
-    *,
-    is_scaled: bool,
-) -> tuple[Cause, str]:
-    """Return the cause, and a sentence that explains it, from entries of which the first is the worst."""
-    if broken:
-        first = broken[0]
-        ranks = sorted({entry.rank for entry in broken if entry.kind == first.kind})
-        names = ", ".join("/".join(map(str, rank)) for rank in ranks[:_MAX_RANKS])
-        where = f" on rank {names}{' and others' * (len(ranks) > _MAX_RANKS)}" * (ranks != [()])
-        lower = "" if minimum is None else "; a lower scale will not help"
-        what = f"inf or NaN{where}, the most in {first.place!r}: load a checkpoint from before{lower}"
-        if first.kind == "weight":
-            return "weights", f"Weights hold {what}."
-        return "optimizer state", f"The optimizer's state holds {what}."
-    hint = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
-    if loss_nonfinite:
-        lost = "loss is not finite" if minimum is None else "unscaled loss is not finite, whatever the scale"
-        return "model", f"The {lost}: {hint}."
-    worst = entries[0] if entries else None
-    if worst is None or worst.missing:
-        return "no gradients", f"None of the parameters has a gradient: {NO_GRADIENTS}."
-    if worst.nonfinite:
-        where = f"{worst.place or 'The gradient'}{f' on rank {_rank(worst)}' if worst.rank else ''}"
-        if minimum is None:
-            values = " and ".join(["inf"] * (worst.inf > 0) + ["NaN"] * (worst.nan > 0))
-            values += "; the weights and the state that were searched are finite" * (broken is not None)
-            return "model", f"{'The gradient of ' * bool(worst.name)}{where} holds {values}: {hint}."
-        if scale <= 1.0:
-            return "model", f"{where} overflows at scale {scale:g}, which amplifies nothing: {hint}."
-        if scale <= minimum:
-            return "model", f"{where} overflows at the policy's minimum, {scale:g}, and no lower one is tried: {hint}."
-        aside = "" if loss_nonfinite is None else ", and the unscaled loss is finite"
-        return (
-            "scale",
-            f"{where} overflows at scale {scale:g}{aside}: the step is to be skipped and the scale lowered, by "
-            f"hand if it is static. If it goes on at lower scales, the model is at fault.",
-        )
-    size = sum(entry.size for entry in entries)
-    zeros = sum(entry.zeros for entry in entries)
-    subnormals = sum(entry.subnormals for entry in entries)
-    is_subnormal = subnormals > 0 and subnormals >= _SUBNORMAL_SHARE * (size - zeros)
-    if is_subnormal or (size and zeros >= _ZERO_SHARE * size):
-        shares = f"{100 * zeros / size:.3g} % of all values are zero and {100 * subnormals / size:.3g} % subnormal"
-        if minimum is None:
-            return "underflow", f"{shares}: keep gradients in float32 or bfloat16, or use a GradScaler."
-        if is_scaled or not is_subnormal:
-            return "underflow", f"{shares}: raise the scale (init_scale, or a shorter growth_interval)."
-        return "underflow", f"{shares} once they are unscaled: keep float32 gradients (master_dtype), or bfloat16."
-    return "none", "All gradients are finite."
-
-
-def _sorted(lists: Iterable[Sequence[ParameterReport]]) -> tuple[ParameterReport, ...]:
-    return tuple(sorted(itertools.chain.from_iterable(lists), key=lambda entry: entry.badness))
-
-
-def _rank(entry: ParameterReport) -> str:
-    return "/".join(map(str, entry.rank))
+def rank_text(rank: Sequence[int]) -> str:
+    """Return a rank as text: the numbers in each group that was gathered over."""
+    return "/".join(map(str, rank))
 
 
 def _table(entries: Sequence[ParameterReport]) -> list[str]:
@@ -369,8 +261,8 @@ def _cells(entry: ParameterReport) -> list[str]:
     # The end of a long name tells more than its beginning.
     name = entry.place if len(entry.place) <= _LONGEST_NAME else f"...{entry.place[3 - _LONGEST_NAME :]}"
     if entry.missing:
-        return [name, _rank(entry), "no gradient", *[""] * 6]
+        return [name, rank_text(entry.rank), "no gradient", *[""] * 6]
     largest = "none" if entry.largest is None else f"{entry.largest:.3g}"
     shares = [f"{100 * share:.1f} %" for share in (entry.zero_fraction, entry.subnormal_fraction)]
     shape = "x".join(map(str, entry.shape)) or "0-d"
-    return [name, _rank(entry), shape, entry.dtype, str(entry.inf), str(entry.nan), largest, *shares]
+    return [name, rank_text(entry.rank), shape, entry.dtype, str(entry.inf), str(entry.nan), largest, *shares]

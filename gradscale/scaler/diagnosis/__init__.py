@@ -1,0 +1,1 @@
+"""Diagnosis: which parameter holds inf or NaN, on which rank, and why."""

@@ -1,0 +1,180 @@
+"""Diagnosis: reports on an optimizer's gradients, and changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Sequence
+
+from array_api_compat import array_namespace
+
+from gradscale.core import validation
+from gradscale.core.gradients import Request
+from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
+from gradscale.errors import GradscaleError
+from gradscale.scaler.agreement import exchange_over
+from gradscale.scaler.claim import Purpose, Verdict
+from gradscale.scaler.diagnosis.cause import join
+from gradscale.scaler.diagnosis.gather import gather as gather_reports
+from gradscale.scaler.diagnosis.look import DiagnosisOptions, Look
+from gradscale.scaler.diagnosis.report import OverflowReport, RankReport
+from gradscale.scaler.iteration import Collaborators, Iteration
+from gradscale.scaler.progress import Progress, Stage
+
+# After so many overflows in a row the weights and the optimizer's state are searched, too.
+_SUSPICIOUS = 3
+
+
+class Diagnosis:
+    """Makes the reports of ``diagnose``, and of a scaler with ``diagnose="on_overflow"`` in its steps."""
+
+    def __init__(self, parts: Collaborators, *, enabled: bool) -> None:
+        self._current, self._agreement, self._reports = parts.current, parts.agreement, parts.reports
+        self._adapter, self._cache, self._tally = parts.current.adapter, parts.cache, parts.tally
+        self._enabled = enabled
+        self.look = Look(parts.current)
+
+    def of_overflow(self, optimizer: Optimizer, iteration: Iteration) -> OverflowReport:
+        """Return the report on a step that is skipped now; from the third in a row on with weights and state."""
+        before = self._tally.streak_of(optimizer).reasons.get("overflow", 0)
+        options = DiagnosisOptions(state=before + 1 >= _SUSPICIOUS, is_by_itself=True)
+        return self.diagnose(optimizer, iteration, options, gather=True)
+
+    def of_stall(self, optimizer: Optimizer, iteration: Iteration, ranks: Collection[int]) -> str:
+        """Return the cause that this rank sees, or which ranks see it; empty if its arrays cannot be looked at."""
+        progress = iteration.progresses.get(id(optimizer))
+        loss = progress.verdict.loss if progress is not None and progress.verdict is not None else None
+        try:
+            report = self.diagnose(
+                optimizer, iteration, DiagnosisOptions(loss=loss, state=True, is_by_itself=True), gather=False
+            )
+        except GradscaleError:
+            return ""
+        if report.cause in ("none", "underflow", "no gradients") and not self._agreement.is_alone:
+            logs = f"log of rank {', '.join(map(str, sorted(ranks)))}" if ranks else "logs of the other ranks"
+            return f"No gradient of this rank is inf or NaN: the {logs} may have the cause"
+        text = f"Cause: {report.cause}. {report.explanation.rstrip('.')}"
+        if report.cause in ("scale", "model") and not report.loss_nonfinite:
+            text += f". {'If the' if report.loss_nonfinite is None else 'The'} loss is finite: see whether gradients "
+            text += "are zeroed after a skipped step, too, which keep NaN"
+        return text
+
+    def diagnose(
+        self, optimizer: Optimizer, iteration: Iteration, options: DiagnosisOptions, *, gather: bool
+    ) -> OverflowReport:
+        """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
+        progress = iteration.progresses.get(id(optimizer))
+        if optimizer in self._reports:
+            # Its verdict may not have been read yet.
+            self._reports.last(optimizer)
+        pending = None if progress is None else progress.pending
+        groups: Sequence[Collectives] = ()
+        if gather and self._enabled:
+            groups = (pending and pending.groups) or iteration.groups_for(optimizer)
+        if len(groups) > 1 and progress is not None and pending is not None and pending.is_begun:
+            # A rank that has not called scale() has sent all of this message in unscale_, before the diagnosis.
+            iteration.verdict(progress)
+        failure: Exception | None = None
+        try:
+            own = self._rank_report(optimizer, iteration, progress, options)
+        except Exception as error:
+            # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
+            failure, own = error, RankReport(failure=f"{type(error).__name__}: {error}")
+        reports = self._gathered(own, optimizer, iteration, groups) if groups else [own]
+        if failure is not None:
+            raise failure
+        return join(reports, self._smallest_scale())
+
+    def _gathered(
+        self, own: RankReport, optimizer: Optimizer, iteration: Iteration, groups: Sequence[Collectives]
+    ) -> list[RankReport]:
+        """Return the reports of all ranks."""
+        exchanges = []
+        for index, group in enumerate(groups):
+            claim = functools.partial(iteration.next_claim, [group], optimizer, None, Purpose.DIAGNOSIS, index)
+            exchanges.append(exchange_over(self._agreement, self._current, group, claim))
+        return gather_reports(own, exchanges, self._like_any(optimizer, iteration))
+
+    def _smallest_scale(self) -> float | None:
+        """Return the smallest scale that the policy allows; None if it is always 1."""
+        current = self._current
+        return None if current.never_scales or not self._enabled else current.policy.clamp(validation.SMALLEST_NORMAL)
+
+    def _rank_report(
+        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None, options: DiagnosisOptions
+    ) -> RankReport:
+        """Return the report on this rank's arrays: one host read."""
+        rows, is_searched = self.look.rows_of(optimizer, options)
+        is_scaled = self._holds_scaled(optimizer, iteration, progress)
+        # Whether the gradients are those of an earlier iteration, or no scaler's.
+        is_over = _is_ready(progress) and not (self._enabled and iteration.scaled)
+        scale, number = self._scale_of(optimizer, iteration, progress, is_over=is_over)
+        counts, lost = ([] if is_over else list(iteration.loss_nonfinite)), 0
+        if options.loss is not None:
+            counts, lost = self.look.counts_of_loss(options.loss)
+        others = [array_namespace(count).reshape(count, (1,)) for count in counts]
+        if not isinstance(scale, float):
+            others.append(self._current.backend_for(scale.scale).fingerprint(scale))
+        summaries, numbers = self.look.read([x for _, _, x in rows if x is not None], others)
+        if not isinstance(scale, float):
+            scale = validation.float32_from_bits(numbers.pop()[0])
+        reports = self.look.reports(rows, summaries, scale if is_scaled else 1.0)
+        broken = tuple(report for report in reports if report.kind != "gradient" and report.nonfinite)
+        return RankReport(
+            entries=tuple(report for report in reports if report.kind == "gradient"),
+            broken=broken if is_searched else None,
+            scale=scale,
+            iteration=number,
+            is_scaled=is_scaled,
+            loss_nonfinite=lost + sum(map(sum, numbers)) if counts or options.loss is not None else None,
+        )
+
+    def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None) -> bool:
+        if _is_ready(progress) and self._enabled and iteration.scaled:
+            return True
+        if progress is not None and progress.stage.is_unscaled:
+            return progress.pending is not None and progress.pending.findings.is_scaled
+        if not self._adapter.was_left_scaled(optimizer, self._cache):
+            return False
+        # An optimizer that unscales by itself does so only where it steps.
+        verdict = _verdict_of(progress)
+        return self._reports.last(optimizer).skipped if verdict is None else verdict.reason > 0
+
+    def _scale_of(
+        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None, *, is_over: bool
+    ) -> tuple[float | ScaleState, int]:
+        """Return the scale of an optimizer's gradients, or the state to read it from, and their iteration."""
+        number = iteration.number
+        if not self._enabled:
+            return 1.0, number
+        if is_over and optimizer in self._reports:
+            report = self._reports.last(optimizer)
+            return report.scale, report.iteration
+        verdict = _verdict_of(progress)
+        if verdict is not None:
+            return verdict.scale, number
+        if self._current.state is None and iteration.state is None:
+            return self._current.scale(), number
+        state = iteration.in_force(self._current.example)
+        scale = self._current.state_adapter.peek(state[:1])
+        return (state if scale is None else scale[0]), number
+
+    def _like_any(self, optimizer: Optimizer, iteration: Iteration) -> Array:
+        """Return an array of the library that this rank agrees in."""
+        if self._current.state is not None:
+            return self._current.state.scale
+        # Looking at the gradients may raise the same error as before, which diagnose raises once all ranks know.
+        with contextlib.suppress(Exception):
+            like = self._adapter.collect(optimizer, self._cache, Request()).like
+            if like is not None:
+                return like
+        return self._agreement.example(self._current, iteration.number)
+
+
+def _verdict_of(progress: Progress | None) -> Verdict | None:
+    """Return the verdict on an optimizer's gradients, if it has been read."""
+    return None if progress is None or progress.pending is None else progress.pending.verdict
+
+
+def _is_ready(progress: Progress | None) -> bool:
+    return progress is None or progress.stage is Stage.READY
