@@ -17,7 +17,7 @@ from gradscale.core.arithmetic import is_floating
 from gradscale.core.protocols import Policy
 from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError, short_repr
 from gradscale.scaler import claim as claims
-from gradscale.scaler.diagnosis.cause import find_cause
+from gradscale.scaler.diagnosis.cause import cause_of_broken
 from gradscale.scaler.diagnosis.report import ParameterReport
 from gradscale.scaler.differences import spread
 from gradscale.scaler.stall import SkipStreak, raise_or_warn
@@ -193,8 +193,10 @@ def _broken_weights(params: object, minimum: float | None) -> str:
     summaries = zip(weights, JaxBackend().read_summaries([*weights.values()])[0], strict=True)
     reports = [ParameterReport(name, kind="weight", **summary._asdict()) for name, summary in summaries]
     broken = sorted((report for report in reports if report.nonfinite), key=lambda report: report.badness)
-    cause, explanation = find_cause((), 1.0, minimum, None, broken, is_scaled=False)
-    return f"Cause: {cause}. {explanation.rstrip('.')}" if broken else ""
+    if not broken:
+        return ""
+    cause, explanation = cause_of_broken(broken, minimum)
+    return f"Cause: {cause}. {explanation.rstrip('.')}"
 
 
 def _bound(axis_name: Hashable | Sequence[Hashable]) -> tuple[Hashable, ...]:

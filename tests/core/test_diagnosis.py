@@ -210,6 +210,9 @@ def test_it_begins_at_the_last_parameter_that_is_not_finite():
     assert begun(math.nan, 1.0, math.inf, 2.0) == f"['layer2']: {there}, ['layer3'], gradients are finite."
     # All are bad down from the loss, or none is.
     assert begun(1.0, math.nan) == begun(math.nan) == begun(1.0, 2.0) == ""
+    # Of a bad loss whose gradients are finite nothing begins.
+    report = gradscale.StepGuard().diagnose(Tree([np.float32([1.0]), np.float32([2.0])]), loss=math.nan)
+    assert (report.cause, "begins" in report.explanation) == ("model", False)
     # An overflow of the scale has no beginning.
     optimizer, scaler = Tree({"a": np.float32([np.inf]), "b": np.float32([1.0])}), gradscale.GradScaler()
     optimizer.grads = scaler.scale(optimizer.grads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -25,46 +26,46 @@ def join(ranks: Iterable[RankReport], minimum: float | None) -> OverflowReport:
     parts = sorted(ranks, key=lambda part: part.rank)
     # A rank without gradients may not know the scale, and one that has not called scale() not the iteration.
     first = max((part for part in parts if part.entries), key=lambda part: part.iteration, default=parts[0])
-    entries = _sorted(part.entries for part in parts)
     searched = [part.broken for part in parts if part.broken is not None]
-    broken = _sorted(searched) if searched else None
     losses = [part.loss_nonfinite for part in parts if part.loss_nonfinite is not None]
-    loss_nonfinite = sum(losses) if losses else None
-    is_scaled = any(part.is_scaled for part in parts)
-    cause, explanation = find_cause(entries, first.scale, minimum, loss_nonfinite, broken, is_scaled=is_scaled)
-    nonfinite = sum(part.omitted_nonfinite for part in parts)
-    finite = sum(part.omitted_finite for part in parts)
-    if cause == "model" and not nonfinite + finite:
-        explanation += _beginning(entries)
-    return OverflowReport(
-        *(entries, first.scale, first.iteration, cause, explanation, nonfinite, finite, loss_nonfinite),
-        broken=broken,
+    report = OverflowReport(
+        _sorted(part.entries for part in parts),
+        first.scale,
+        first.iteration,
+        "none",
+        "All gradients are finite.",
+        omitted_nonfinite=sum(part.omitted_nonfinite for part in parts),
+        omitted_finite=sum(part.omitted_finite for part in parts),
+        loss_nonfinite=sum(losses) if losses else None,
+        broken=_sorted(searched) if searched else None,
         omitted_broken=sum(part.omitted_broken for part in parts),
     )
+    cause, explanation = find_cause(report, minimum, is_scaled=any(part.is_scaled for part in parts))
+    if cause == "model":
+        explanation += _beginning(report)
+    return dataclasses.replace(report, cause=cause, explanation=explanation)
 
 
-def find_cause(
-    entries: Sequence[ParameterReport],
-    scale: float,
-    minimum: float | None,
-    loss_nonfinite: int | None,
-    broken: Sequence[ParameterReport] | None = None,
-    *,
-    is_scaled: bool,
-) -> tuple[Cause, str]:
-    """Return the cause, and a sentence that explains it, from entries of which the first is the worst."""
-    if broken:
-        first = broken[0]
-        ranks = sorted({entry.rank for entry in broken if entry.kind == first.kind})
-        names = ", ".join(map(rank_text, ranks[:_MAX_RANKS]))
-        where = f" on rank {names}{' and others' * (len(ranks) > _MAX_RANKS)}" * (ranks != [()])
-        lower = "" if minimum is None else "; a lower scale will not help"
-        what = f"inf or NaN{where}, the most in {first.place!r}: load a checkpoint from before{lower}"
-        if first.kind == "weight":
-            return "weights", f"Weights hold {what}."
-        return "optimizer state", f"The optimizer's state holds {what}."
+def cause_of_broken(broken: Sequence[ParameterReport], minimum: float | None) -> tuple[Cause, str]:
+    """Return the cause if weights or state hold inf or NaN, and a sentence; the first is the worst."""
+    first = broken[0]
+    ranks = sorted({entry.rank for entry in broken if entry.kind == first.kind})
+    names = ", ".join(map(rank_text, ranks[:_MAX_RANKS]))
+    where = f" on rank {names}{' and others' * (len(ranks) > _MAX_RANKS)}" * (ranks != [()])
+    lower = "" if minimum is None else "; a lower scale will not help"
+    what = f"inf or NaN{where}, the most in {first.place!r}: load a checkpoint from before{lower}"
+    if first.kind == "weight":
+        return "weights", f"Weights hold {what}."
+    return "optimizer state", f"The optimizer's state holds {what}."
+
+
+def find_cause(report: OverflowReport, minimum: float | None, *, is_scaled: bool) -> tuple[Cause, str]:
+    """Return the cause, and a sentence that explains it, of a report that has none yet."""
+    entries, scale = report.entries, report.scale
+    if report.broken:
+        return cause_of_broken(report.broken, minimum)
     hint = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
-    if loss_nonfinite:
+    if report.loss_nonfinite:
         lost = "loss is not finite" if minimum is None else "unscaled loss is not finite, whatever the scale"
         return "model", f"The {lost}: {hint}."
     worst = entries[0] if entries else None
@@ -74,13 +75,13 @@ def find_cause(
         where = f"{worst.place or 'The gradient'}{f' on rank {rank_text(worst.rank)}' if worst.rank else ''}"
         if minimum is None:
             values = " and ".join(["inf"] * (worst.inf > 0) + ["NaN"] * (worst.nan > 0))
-            values += "; the weights and the state that were searched are finite" * (broken is not None)
+            values += "; the weights and the state that were searched are finite" * (report.broken is not None)
             return "model", f"{'The gradient of ' * bool(worst.name)}{where} holds {values}: {hint}."
         if scale <= 1.0:
             return "model", f"{where} overflows at scale {scale:g}, which amplifies nothing: {hint}."
         if scale <= minimum:
             return "model", f"{where} overflows at the policy's minimum, {scale:g}, and no lower one is tried: {hint}."
-        aside = "" if loss_nonfinite is None else ", and the unscaled loss is finite"
+        aside = "" if report.loss_nonfinite is None else ", and the unscaled loss is finite"
         return (
             "scale",
             f"{where} overflows at scale {scale:g}{aside}: the step is to be skipped and the scale lowered, by "
@@ -97,15 +98,18 @@ def find_cause(
         if is_scaled or not is_subnormal:
             return "underflow", f"{shares}: raise the scale (init_scale, or a shorter growth_interval)."
         return "underflow", f"{shares} once they are unscaled: keep float32 gradients (master_dtype), or bfloat16."
-    return "none", "All gradients are finite."
+    return report.cause, report.explanation
 
 
-def _beginning(entries: Sequence[ParameterReport]) -> str:
+def _beginning(report: OverflowReport) -> str:
     """Say at which parameter the first gradient of a backward pass is not finite; nothing if that is the last one."""
-    places = {entry.index: entry for entry in entries if entry.rank == entries[0].rank and not entry.missing}
-    begin = max((index for index, entry in places.items() if entry.nonfinite), default=0)
+    if not report.nonfinite or report.omitted_nonfinite + report.omitted_finite:
+        return ""
+    rank = report.entries[0].rank
+    places = {entry.index: entry for entry in report.entries if entry.rank == rank and not entry.missing}
+    begin = max(index for index, entry in places.items() if entry.nonfinite)
     finite = [places[index].place for index in sorted(places) if index > begin]
-    if not finite or begin not in places:
+    if not finite:
         return ""
     names = " to ".join(dict.fromkeys((finite[0], finite[-1])))
     return f" It begins at {places[begin].place}: from the loss down to there, {names}, gradients are finite."

@@ -109,24 +109,23 @@ class Diagnosis:
         # Whether the gradients are those of an earlier iteration, or no scaler's.
         is_over = _is_ready(progress) and not (self._enabled and iteration.scaled)
         scale, number = self._scale_of(optimizer, iteration, progress, is_over=is_over)
-        counts, lost = ([] if is_over else list(iteration.loss_nonfinite)), 0
-        if options.loss is not None:
+        counts, lost = list(iteration.loss_nonfinite), 0 if iteration.loss_nonfinite else None
+        if options.loss is not None or is_over:
             counts, lost = self.look.counts_of_loss(options.loss)
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
         if not isinstance(scale, float):
             others.append(self._current.backend_for(scale.scale).fingerprint(scale))
-        summaries, numbers = self.look.read([x for _, _, x in rows if x is not None], others)
+        summaries, numbers = self.look.read(rows, others)
         if not isinstance(scale, float):
             scale = validation.float32_from_bits(numbers.pop()[0])
-        reports = self.look.reports(rows, summaries, scale if is_scaled else 1.0)
-        broken = tuple(report for report in reports if report.kind != "gradient" and report.nonfinite)
+        entries, broken = self.look.reports(rows, summaries, scale if is_scaled else 1.0)
         return RankReport(
-            entries=tuple(report for report in reports if report.kind == "gradient"),
+            entries=entries,
             broken=broken if is_searched else None,
             scale=scale,
             iteration=number,
             is_scaled=is_scaled,
-            loss_nonfinite=lost + sum(map(sum, numbers)) if counts or options.loss is not None else None,
+            loss_nonfinite=None if lost is None else lost + sum(map(sum, numbers)),
         )
 
     def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None) -> bool:

@@ -80,8 +80,10 @@ class Look:
         flags = [nonfinite_flag(x, device(floating[0])) for x in floating]
         return array_namespace(flags[0]).asarray(functools.reduce(operator.add, flags))
 
-    def counts_of_loss(self, loss: object) -> tuple[list[Array], int]:
-        """Return the counts of arrays of a loss that are not finite, on the device, and that of its numbers."""
+    def counts_of_loss(self, loss: object) -> tuple[list[Array], int | None]:
+        """Return the counts of arrays of a loss that are not finite, and of numbers, which is None without a loss."""
+        if loss is None:
+            return [], None
         leaves = tree.flatten(loss)[0]
         # NumPy's float64 is both a number and an array.
         numbers = [leaf for leaf in leaves if leaf is not None and not is_array_api_obj(leaf)]
@@ -95,8 +97,9 @@ class Look:
         lost = sum(not isinstance(number, int) and not cmath.isfinite(number) for number in numbers)
         return [count for count in counts if count is not None], lost
 
-    def read(self, arrays: list[Array], others: list[Array]) -> tuple[list[Summary], list[list[int]]]:
-        """Summarize arrays and read others: one host read for each library."""
+    def read(self, rows: Sequence[Row], others: list[Array]) -> tuple[list[Summary], list[list[int]]]:
+        """Summarize the arrays that there are, and read others: one host read for each library."""
+        arrays = [x for _, _, x in rows if x is not None]
         summaries: dict[int, Summary] = {}
         values: dict[int, list[int]] = {}
         backend_for = self._current.backend_for
@@ -109,19 +112,27 @@ class Look:
             backend_for = registry.backend_for
         return [summaries[id(x)] for x in arrays], [values[id(x)] for x in others]
 
-    def reports(self, rows: Sequence[Row], summaries: Sequence[Summary], divisor: float) -> list[ParameterReport]:
-        """Return the reports on arrays, the worst first; those of gradients are divided by ``divisor``."""
+    def reports(
+        self, rows: Sequence[Row], summaries: Sequence[Summary], divisor: float
+    ) -> tuple[tuple[ParameterReport, ...], tuple[ParameterReport, ...]]:
+        """Return the reports on gradients, and on other arrays with inf or NaN, the worst first."""
         remaining = iter(summaries)
-        reports = []
-        for index, one, x in rows:
-            if x is None:
-                reports.append(ParameterReport(one.name, index=index, missing=True))
-                continue
-            summary = next(remaining)
-            has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
-            # Divided by a scale below 1 it may be beyond float64.
-            largest = min(summary.largest / (divisor if one.kind == "gradient" else 1.0), sys.float_info.max)
-            counted = summary._asdict() | {"largest": largest if has_finite else None}
-            shape, dtype = self._current.adapter.shape_of(one.array), str(x.dtype).rpartition(".")[2]
-            reports.append(ParameterReport(one.name, (), index, shape, dtype, **counted, kind=one.kind, key=one.key))
-        return sorted(reports, key=lambda report: report.badness)
+        reports = sorted(
+            [
+                ParameterReport(one.name, index=index, missing=True)
+                if x is None
+                else self._report(index, one, x, next(remaining), divisor if one.kind == "gradient" else 1.0)
+                for index, one, x in rows
+            ],
+            key=lambda report: report.badness,
+        )
+        gradients = tuple(report for report in reports if report.kind == "gradient")
+        return gradients, tuple(report for report in reports if report.kind != "gradient" and report.nonfinite)
+
+    def _report(self, index: int, one: InspectedArray, x: Array, summary: Summary, divisor: float) -> ParameterReport:
+        has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
+        # Divided by a scale below 1 it may be beyond float64.
+        largest = min(summary.largest / divisor, sys.float_info.max) if has_finite else None
+        counted = summary._asdict() | {"largest": largest, "dtype": str(x.dtype).rpartition(".")[2]}
+        shape = self._current.adapter.shape_of(one.array)
+        return ParameterReport(one.name, index=index, shape=shape, kind=one.kind, key=one.key, **counted)
