@@ -224,10 +224,7 @@ class TensorBoard:
 def row_of(report: UpdateReport | StepReport) -> LogRow:
     """Return a report as a line of a log, of plain values; a StepReport has no rank and no ``new_scale``."""
     steps = report.steps if isinstance(report, UpdateReport) else (report,)
-    diagnosed = [step.overflow for step in steps if step.overflow is not None]
-    magnitudes = [entry.largest for overflow in diagnosed for entry in overflow.entries if entry.largest is not None]
     reasons = {step.reason for step in steps if step.skipped}
-    worst = [entry.place for overflow in diagnosed for entry in (overflow.broken or overflow.nonfinite)[:1]]
     return {
         "iteration": report.iteration,
         "rank": getattr(report, "rank", None),
@@ -237,11 +234,19 @@ def row_of(report: UpdateReport | StepReport) -> LogRow:
         "reason": next((words.name for words in REASONS.values() if words.name in reasons), None),
         "nonfinite": max((step.nonfinite for step in steps), default=0),
         "retries": sum(step.retries for step in steps),
-        "magnitude": max(magnitudes, default=None),
-        "parameter": worst[0] if worst else None,
-        "cause": diagnosed[0].cause if diagnosed else None,
+        **_diagnosis_of([step.overflow for step in steps if step.overflow is not None]),
         "counts": getattr(report, "counts", None),
         "batch": next((step.batch for step in steps if step.skipped or not reasons), None),
+    }
+
+
+def _diagnosis_of(reports: list[OverflowReport]) -> LogRow:
+    magnitudes = [entry.largest for report in reports for entry in report.entries if entry.largest is not None]
+    worst = [entry.place for report in reports for entry in (report.broken or report.nonfinite)[:1]]
+    return {
+        "magnitude": max(magnitudes, default=None),
+        "parameter": worst[0] if worst else None,
+        "cause": reports[0].cause if reports else None,
     }
 
 
