@@ -89,8 +89,8 @@ def _field(name: str) -> property:
         tensor = to_device(value, field.device, dtype=field.dtype)
         current.set_field(name, tensor.reshape(()) if tensor.shape else tensor)
         # The gradients of this iteration are unscaled with it, as by torch's scalers.
-        if iteration.state is not None:
-            iteration.state = current.state
+        if iteration.scaling.state is not None:
+            iteration.scaling.state = current.state
 
     return property(get, replace)
 
@@ -445,7 +445,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             # Reading the verdict raises, since some gradients may be divided already.
             iteration.verdict(progress)
         request = Request(divides=False, are_scaled=progress.stage is Stage.READY)
-        is_check = not iteration.is_inside_closure
+        is_check = not iteration.scaling.is_inside_closure
         # The new verdict replaces the one that the optimizer was stepped by, as in torch.
         iteration.unscale(progress, optimizer, request, is_framework_check=is_check, then=progress.stage)
         return hosts.flags_by_device(iteration, progress)

@@ -43,7 +43,7 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
                 f"attributes grad_scale and found_inf, which scalers set, instead",
                 FutureWarning,
             )
-            if step.iteration.progress_of(optimizer).refused and not step.iteration.groups_for(optimizer):
+            if step.iteration.progress_of(optimizer).refused and not step.iteration.messages.groups_for(optimizer):
                 # It may judge by itself, and must not be called.
                 return None
             return _grad_scaler_step(step)

@@ -35,14 +35,16 @@ from gradscale.scaler.diagnosis.look import DiagnosisOptions
 from gradscale.scaler.diagnosis.report import OverflowReport
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
-from gradscale.scaler.iteration import UNSCALING, Collaborators, Iteration, MicroBatches
+from gradscale.scaler.iteration import Collaborators, Iteration
+from gradscale.scaler.messages import UNSCALING
+from gradscale.scaler.micro_batches import MicroBatches
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, with_options
-from gradscale.scaler.progress import Stage
 from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepReport, callbacks_of, step_report
 from gradscale.scaler.scale import CurrentScale, checked_scale
 from gradscale.scaler.stall import Tally, raise_or_warn
 from gradscale.scaler.stepper import Step
+from gradscale.scaler.update import Update
 
 _Outputs = TypeVar("_Outputs")
 
@@ -221,9 +223,9 @@ class GradScaler:
             multiply = functools.partial(self._multiplied, has_losses, outputs)
             scaled = parts.current.adapter.map_outputs(outputs, self._namespace_for, multiply)
         if guard_loss is not None:
-            iteration.add_losses([guard_loss])
-        elif loss is False and (iteration.losses.is_used or not iteration.losses.number):
-            iteration.losses = Losses(is_used=True)
+            iteration.judge.add_losses([guard_loss])
+        elif loss is False and (iteration.judge.losses.is_used or not iteration.judge.losses.number):
+            iteration.judge.losses = Losses(is_used=True)
         return scaled
 
     @overload
@@ -273,7 +275,7 @@ class GradScaler:
         """
         if not self._enabled:
             return self._clip_unscaled(optimizer, checked_clipping(max_norm, norm_over))
-        is_inside = self._iteration.is_inside_closure
+        is_inside = self._iteration.scaling.is_inside_closure
         if self._busy.locked() and not is_inside:
             _forbid_call("unscale_()")
         with contextlib.nullcontext() if is_inside else self._busy:
@@ -383,7 +385,7 @@ class GradScaler:
                 "which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
-        with contextlib.nullcontext() if self._iteration.is_inside_closure else call_of(self, "refuse()"):
+        with contextlib.nullcontext() if self._iteration.scaling.is_inside_closure else call_of(self, "refuse()"):
             self._iteration.refuse(optimizer)
 
     def update(self, new_scale: float | Array | None = None) -> None:
@@ -416,37 +418,25 @@ class GradScaler:
             _forbid_call("update()")
         with self._busy:
             parts, ended = self._parts, self._iteration
-            # An update that is interrupted can be called again: it learns once, and counts in its last call.
-            report, underflow = ended.close(new_scale)
-            steps, reports = ended.steps_before, [*ended.steps]
-            for progress in ended.progresses.all:
-                steps += progress.stage.is_over and progress.stage is not Stage.DECLINED
-                if progress.stage is Stage.LEFT_OUT and progress.verdict is not None:
-                    optimizer = progress.optimizer
-                    position = None if optimizer is None else parts.tally.position_of(optimizer)
-                    reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank()), position))
-            alone = ended.alone_before + (steps - ended.steps_before if ended.counts_alone else 0)
-            following = Iteration(ended.number + 1, parts, steps, alone)
-            if parts.is_guard and ended.progresses.are_over():
-                following.go_on_from(ended)
-            self._iteration = following
+            update = Update(ended, new_scale)
+            self._iteration, reports = update.next_iteration()
             parts.tally.drop(0 if ended.micro.stepped else ended.micro.dropped)
             for step, position in reports:
                 parts.tally.note(step, position)
             stalled, gives_up = parts.tally.pop_stalled(
-                is_alone=not ended.progresses.sent_messages(), gives_up=ended.gives_up
+                is_alone=not ended.progresses.sent_messages(), gives_up=update.gives_up
             )
             try:
-                if report is not None:
-                    parts.reports.tell_update(report())
+                if update.report is not None:
+                    parts.reports.tell_update(update.report())
             except Exception as error:
-                if underflow is not None or gives_up:
+                if update.underflow is not None or gives_up:
                     # A callback may fail on one rank, and all ranks raise these.
                     note = f"A callback of on_update has failed, too: {short_repr(error)}"
-                    self._raise_for_all(ended, underflow, stalled, gives_up, note)
+                    self._raise_for_all(ended, update.underflow, stalled, gives_up, note)
                 raise
-            if underflow is not None or stalled is not None:
-                self._raise_for_all(ended, underflow, stalled, gives_up)
+            if update.underflow is not None or stalled is not None:
+                self._raise_for_all(ended, update.underflow, stalled, gives_up)
 
     # Reports.
 
@@ -713,8 +703,8 @@ class GradScaler:
         iteration = self._iteration
         iteration.require_boundary("pickling or copying a scaler")
         # Gradients of a state before a load are not.
-        is_kept = (iteration.state is None or not iteration.current.is_fresh) and iteration.is_at_boundary
-        scaled, losses = (iteration.scaled, iteration.losses) if is_kept else (False, Losses())
+        is_kept = (iteration.scaling.state is None or not iteration.current.is_fresh) and iteration.is_at_boundary
+        scaled, losses = (iteration.scaling.has_scaled, iteration.judge.losses) if is_kept else (False, Losses())
         # Each part says by itself what of it is kept.
         parts = Collaborators._make(map(copy.copy, self._parts._replace(cache=IdentityMap(), snapshots=())))
         if not is_kept:
@@ -730,7 +720,7 @@ class GradScaler:
         self.__dict__.update(kept)
         scaled, losses, *numbers = kept["_iteration"]
         self._assemble(kept["_parts"], kept["_enabled"], *numbers)
-        self._iteration.scaled, self._iteration.losses = scaled, losses
+        self._iteration.scaling.has_scaled, self._iteration.judge.losses = scaled, losses
 
     # Several parts at once.
 
@@ -739,9 +729,9 @@ class GradScaler:
         iteration = self._iteration
         products = iteration.scale(arrays)
         if self._parts.reports.diagnoses and (count := self._diagnosis.look.count_nonfinite(arrays)) is not None:
-            iteration.loss_nonfinite += (count,)
+            iteration.scaling.loss_nonfinite += (count,)
         if has_losses:
-            iteration.add_losses(filter(is_loss, arrays))
+            iteration.judge.add_losses(filter(is_loss, arrays))
         if outputs is arrays[0]:
             self._checked_kinds.update((type(x), x.dtype) for x in arrays)
         return products
@@ -1012,7 +1002,7 @@ class StepGuard(ShardedGradScaler):
             )
             raise InvalidValueError(msg)
         iteration = self._iteration
-        if new_scale is not None or iteration.scaled or not iteration.is_at_boundary:
+        if new_scale is not None or iteration.scaling.has_scaled or not iteration.is_at_boundary:
             super().update(new_scale)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:

@@ -150,7 +150,7 @@ class Step:
         """Evaluate the closure, and unscale and judge its gradients; again at lower scales while they overflow."""
         iteration, progress, closure = self.iteration, self.progress, self.closure
         assert closure is not None
-        before = iteration.lowered
+        before = iteration.scaling.lowered
         previous_scale = None
         for attempt in range(_LARGEST_RETRIES + 1):
             self.retries += attempt > 0
@@ -176,11 +176,11 @@ class Step:
                 self._completed += 1
                 progress.end_evaluation()
                 return loss
-            if verdict.scale == previous_scale or not iteration.lower():
+            if verdict.scale == previous_scale or not iteration.scaling.lower():
                 break
             previous_scale = verdict.scale
         # The scale is not to blame, so update() backs it off once, as for any overflow.
-        iteration.lowered = before
+        iteration.scaling.lowered = before
         if self._completed == 0:
             raise _SkippedStepError
         scales = f" down to the scale {verdict.scale!r}, so the cause is not the scale"
@@ -195,11 +195,11 @@ class Step:
 @contextlib.contextmanager
 def within_the_step(iteration: Iteration) -> Iterator[None]:
     """Let ``optimizer.step`` call the scaler (``grad_scaler=``, an overridden ``unscale_``), an error otherwise."""
-    iteration.is_inside_closure = True
+    iteration.scaling.is_inside_closure = True
     try:
         yield
     finally:
-        iteration.is_inside_closure = False
+        iteration.scaling.is_inside_closure = False
 
 
 class _SkippedStepError(GradscaleError):

@@ -70,7 +70,7 @@ class Diagnosis:
         pending = None if progress is None else progress.pending
         groups: Sequence[Collectives] = ()
         if gather and self._enabled:
-            groups = (pending and pending.groups) or iteration.groups_for(optimizer)
+            groups = (pending and pending.groups) or iteration.messages.groups_for(optimizer)
         if len(groups) > 1 and progress is not None and pending is not None and pending.is_begun:
             # A rank that has not called scale() has sent all of this message in unscale_, before the diagnosis.
             iteration.verdict(progress)
@@ -91,7 +91,7 @@ class Diagnosis:
         """Return the reports of all ranks."""
         exchanges = []
         for index, group in enumerate(groups):
-            claim = functools.partial(iteration.next_claim, [group], optimizer, None, Purpose.DIAGNOSIS, index)
+            claim = functools.partial(iteration.messages.next_claim, [group], optimizer, None, Purpose.DIAGNOSIS, index)
             exchanges.append(exchange_over(self._agreement, self._current, group, claim))
         return gather_reports(own, exchanges, self._like_any(optimizer, iteration))
 
@@ -107,9 +107,9 @@ class Diagnosis:
         rows, is_searched = self.look.rows_of(optimizer, options)
         is_scaled = self._holds_scaled(optimizer, iteration, progress)
         # Whether the gradients are those of an earlier iteration, or no scaler's.
-        is_over = _is_ready(progress) and not (self._enabled and iteration.scaled)
+        is_over = _is_ready(progress) and not (self._enabled and iteration.scaling.has_scaled)
         scale, number = self._scale_of(optimizer, iteration, progress, is_over=is_over)
-        counts, lost = list(iteration.loss_nonfinite), 0 if iteration.loss_nonfinite else None
+        counts, lost = list(iteration.scaling.loss_nonfinite), 0 if iteration.scaling.loss_nonfinite else None
         if options.loss is not None or is_over:
             counts, lost = self.look.counts_of_loss(options.loss)
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
@@ -129,7 +129,7 @@ class Diagnosis:
         )
 
     def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None) -> bool:
-        if _is_ready(progress) and self._enabled and iteration.scaled:
+        if _is_ready(progress) and self._enabled and iteration.scaling.has_scaled:
             return True
         if progress is not None and progress.stage.is_unscaled:
             return progress.pending is not None and progress.pending.findings.is_scaled
@@ -152,9 +152,9 @@ class Diagnosis:
         verdict = _verdict_of(progress)
         if verdict is not None:
             return verdict.scale, number
-        if self._current.state is None and iteration.state is None:
+        if self._current.state is None and iteration.scaling.state is None:
             return self._current.scale(), number
-        state = iteration.in_force(self._current.example)
+        state = iteration.scaling.in_force(self._current.example)
         scale = self._current.state_adapter.peek(state[:1])
         return (state if scale is None else scale[0]), number
 

@@ -1,0 +1,106 @@
+"""Judge: whether a step is bad for more than an overflow, by its loss and norm; the losses of one iteration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from array_api_compat import is_array_api_obj
+
+from gradscale.core.gradients import Findings
+from gradscale.core.protocols import Array, Optimizer, ScaleState
+from gradscale.errors import InvalidValueError
+from gradscale.scaler import claim as claims
+from gradscale.scaler.claim import LossFault, Reason
+from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite
+from gradscale.scaler.mistakes import Mistakes, no_values
+from gradscale.scaler.progress import Closure, Progress
+from gradscale.scaler.scale import CurrentScale
+
+
+class JudgedLoss(NamedTuple):
+    """The loss that a step is judged by on this rank."""
+
+    loss: Array | float | None = None
+    is_judged_late: bool = False
+    """Whether it is left to when the host has read the verdict, and with it the loss and the norm."""
+
+
+class Judge:
+    """Judges each optimizer of an iteration by the losses up to it, and by its norm.
+
+    ``guard`` is None if nothing does but the loss that ``step`` is given; ``is_guard``: of a guard that never has a
+    value the first step is an error.
+    """
+
+    losses = Losses()
+
+    def __init__(
+        self, current: CurrentScale, guard: Guard | None, mistakes: Mistakes, rank: Callable[[], int], *, is_guard: bool
+    ) -> None:
+        self._current, self.guard, self._mistakes, self._rank, self._is_guard = current, guard, mistakes, rank, is_guard
+
+    def add_losses(self, losses: Iterable[Array | float]) -> None:
+        """Add losses, by whose mean the next optimizer is judged."""
+        for loss in losses:
+            value = loss if isinstance(loss, float) else self._current.backend_for(loss).values_of(loss)
+            if value is not None:
+                self.losses = self.losses.plus(value)
+
+    def has_values(self, progress: Progress, optimizer: Optimizer, *, has_norm: bool) -> bool:
+        """Tell whether the rule for spikes has a value to judge on this rank, or needs none."""
+        if self.guard is None:
+            return True
+        is_own = id(optimizer) not in self.losses.judged
+        if progress.refused or progress.closure is Closure.BEGUN or (self.losses.is_used and is_own):
+            return True
+        has_value = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
+        return any(has_value[name] for name in self.guard.rule.of)
+
+    def note_values(self, *, has_values: bool) -> None:
+        """Warn of a step of which no rank has a value to judge; of a guard that never had one, InvalidValueError."""
+        if self.guard is None:
+            return
+        self.guard.has_judged |= has_values
+        if self._is_guard and not self.guard.has_judged:
+            raise InvalidValueError(no_values(self.guard.rule.of))
+        if not has_values:
+            self._mistakes.warn_of_no_values(self.guard.rule.of)
+
+    def judge(
+        self, progress: Progress, optimizer: Optimizer, findings: Findings, state: ScaleState, *, is_read: bool
+    ) -> JudgedLoss:
+        """Judge the loss and the norm, or leave it to the host if it reads the verdict in the step."""
+        backend, norm = self._current.state_adapter, findings.norm
+        # The losses are this optimizer's, whether it is judged by them or not.
+        loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
+        self.losses = self.losses._replace(is_used=True)
+        progress.code, number = 0, None if is_array_api_obj(loss) else loss
+        if progress.closure is Closure.BEGUN:
+            return JudgedLoss(number)
+        if norm is not None and not isinstance(norm, float):
+            (norm,) = backend.peek((norm,)) or (norm,)
+        is_unknown = any(map(is_array_api_obj, (loss, norm))) or (norm is None and findings.deferred is not None)
+        if is_unknown and is_read and backend.bits(state.scale) is not None:
+            return JudgedLoss(beside(loss, state.scale) if is_array_api_obj(loss) else loss, True)
+        self.observe(progress, optimizer, loss, norm, state)
+        return JudgedLoss(number)
+
+    def observe(self, progress: Progress, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
+        """Set the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
+        # Also if the step is refused, so that windows are in one order in each run.
+        seen = progress.observation = (
+            None if self.guard is None else self.guard.judge(optimizer, loss, norm, state.scale)
+        )
+        if progress.refused:
+            return
+        code = functools.partial(claims.reason_code, Reason.SPIKE, self._rank())
+        if seen is not None and self.guard is not None:
+            # Its reason is 0 or Reason.SPIKE, which is 1.
+            fault, reason = claims.fault_of(loss) or LossFault(seen.is_loss), Reason(self.guard.rule.act)
+            progress.code = seen.reason * claims.reason_code(reason, self._rank(), fault)
+        if progress.inputs is not None and progress.inputs.loss is not None:
+            bad: Any = is_nonfinite(loss, state.scale) * code(LossFault.NONFINITE)
+            # MLX has no operators with a number on the left.
+            progress.code = bad | progress.code if is_array_api_obj(bad) else progress.code | bad

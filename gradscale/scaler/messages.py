@@ -1,0 +1,106 @@
+"""Messages: those that one iteration sends to the other ranks, and the order in which their answers are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from gradscale.core.gradients import ParameterCache, Request
+from gradscale.core.protocols import Array, Collectives, Optimizer
+from gradscale.scaler import claim as claims
+from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.claim import Claim, Purpose
+from gradscale.scaler.scale import CurrentScale
+from gradscale.scaler.scaling import Scaling
+from gradscale.scaler.verdict import PendingVerdict
+
+UNSCALING = Request()
+"""Divide and judge; do not clip."""
+
+
+class Messages:
+    """The messages of one iteration, in the order in which they are sent."""
+
+    _number = 0
+
+    def __init__(
+        self, iteration: int, current: CurrentScale, agreement: Agreement, scaling: Scaling, cache: ParameterCache
+    ) -> None:
+        self._iteration, self._current, self._agreement = iteration, current, agreement
+        self._scaling, self._cache = scaling, cache
+        # Over groups, with an answer that may still be to read.
+        self._sent: list[PendingVerdict] = []
+
+    def groups_for(self, optimizer: Optimizer) -> Sequence[Collectives]:
+        """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
+        groups = self._agreement.usable_groups() or self._current.adapter.groups_of(optimizer)
+        for collectives in groups:
+            # The default group is looked up when it is first needed.
+            resolve: Callable[[], object] | None = getattr(collectives, "resolve", None)
+            if resolve is not None:
+                resolve()
+        return groups
+
+    def next_claim(
+        self,
+        groups: Sequence[Collectives],
+        optimizer: object,
+        max_norm: float | None = None,
+        call: Purpose = Purpose.STEP,
+        index: int = 0,
+        *,
+        steps: int = 0,
+        checksum: str = "",
+    ) -> Claim:
+        """Return the claim of the next message; each call counts as a message. ``steps``: of the iterations before."""
+        self._number += 1
+        agreement = self._agreement
+        label = agreement.label_of(optimizer)
+        # Norms and diagnoses do not depend on the policy and the steps, which the step's own message compares.
+        is_step = call is Purpose.STEP
+        return Claim(
+            call=call,
+            iteration=self._iteration,
+            message=self._number - 1,
+            optimizer=label.number,
+            scaler=agreement.number_over(groups[0]),
+            group=index,
+            settings=agreement.settings_hash(self._current.policy) if is_step else 0,
+            steps=steps,
+            max_norm=max_norm,
+            checksum=checksum,
+            kind=label.kind,
+        )
+
+    def note_sent(self, pending: PendingVerdict) -> None:
+        """Note a verdict whose message was sent."""
+        if pending.groups:
+            self._sent.append(pending)
+
+    def read_before(self, pending: PendingVerdict) -> None:
+        """Read the verdicts that were sent before one: a rank that could not unscale sends none after its failure."""
+        while pending.is_unread and self._sent and self._sent[0] is not pending:
+            if self._sent[0].is_unread:
+                self._sent[0].read()
+            del self._sent[0]
+
+    def tell_of_failure(self, optimizer: Optimizer, steps: int) -> None:
+        """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
+        agreement, current = self._agreement, self._current
+        # What fails now is not what is wrong.
+        with contextlib.suppress(Exception):
+            groups = self.groups_for(optimizer)
+            if not groups or agreement.failure is not None:
+                return
+            claim = self.next_claim(groups, optimizer, steps=steps)
+
+            def like() -> Array | None:
+                with contextlib.suppress(Exception):
+                    return current.adapter.collect(optimizer, self._cache, UNSCALING).like
+                return None
+
+            scale = self._scaling.in_force(like).scale
+            sent = current.state_adapter.integers(claims.pack_failure(claims.hash_of(claim), agreement.rank()), scale)
+            with agreement.failing():
+                ballot = agreement.send(groups, sent, self._iteration, claim)
+                ballot.verdict(*ballot.read(current.state_adapter), current.policy)

@@ -1,0 +1,137 @@
+"""Scaling: by which state the outputs of one iteration were scaled, if any were, and its gradients are divided."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, NoReturn
+
+from array_api_compat import is_array_api_obj
+
+from gradscale.core.arithmetic import is_floating
+from gradscale.core.gradients import named_gradients
+from gradscale.core.protocols import Array, Optimizer, ScaleState
+from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.claim import Presence, Scaled
+from gradscale.scaler.order import wrong_order
+from gradscale.scaler.progress import Closure, Progress
+from gradscale.scaler.scale import CurrentScale
+
+
+class Source(NamedTuple):
+    """Where gradients come from."""
+
+    state: ScaleState
+    """The state to divide them by."""
+    scaled: Scaled
+    presence: Presence
+    """What there is of them; only of a rank that has not scaled it is known whether they are zeros."""
+
+
+class Scaling:
+    """The state that outputs were scaled with last, by which gradients are divided.
+
+    ``lowered`` is the state after the backoffs of closures, and ``closure_state`` the same inside of one.
+    ``loss_nonfinite`` are counts for a diagnosis.
+    """
+
+    has_scaled = is_inside_closure = False
+    state: ScaleState | None = None
+    lowered: ScaleState | None = None
+    loss_nonfinite: tuple[Array, ...] = ()
+    closure_state: ScaleState | None = None
+
+    def __init__(self, number: int, current: CurrentScale, agreement: Agreement) -> None:
+        self._number, self._current, self._agreement = number, current, agreement
+
+    def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Multiply arrays by the scale; a first state begins beside the first one."""
+        current = self._current
+        state = self.closure_state or current.state or current.materialize(arrays[0])
+        if current.state_adapter.forbid_tracing is not None:
+            current.state_adapter.forbid_tracing("scale()")
+        products = arrays if current.is_static and current.is_one(state) else current.state_adapter.scale(arrays, state)
+        if self.closure_state is None:
+            self.state = state
+        current.is_fresh = current.is_unused = current.has_leftovers = False
+        self.has_scaled = True
+        return products
+
+    def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
+        """Return the state to unscale with, a new one beside the ``first`` array; CallOrderError without any."""
+        state = self.closure_state or self.state or self._current.state
+        if state is not None:
+            return state
+        like = first()
+        if like is None:
+            like = self._agreement.example(self._current, self._number)
+        if like is None:
+            wrong_order("no array has been seen yet, so it is not known where the state belongs", self._number)
+        return self._current.materialize(like)
+
+    @contextlib.contextmanager
+    def inside_closure(self) -> Iterator[None]:
+        """Scale and unscale with the state that closures have lowered, if they have."""
+        self.closure_state, self.is_inside_closure = self.lowered, True
+        has_scaled, self.has_scaled = self.has_scaled, False
+        try:
+            yield
+        finally:
+            self.closure_state, self.is_inside_closure = None, False
+            self.has_scaled = self.has_scaled or has_scaled
+
+    def lower(self) -> bool:
+        """Back the scale off for the rest of this iteration's closures; False if the policy cannot."""
+        state = self.lowered or self.state or self._current.materialize()
+        self.lowered = self._current.policy.backoff(state)
+        return self.lowered is not state
+
+    def source_of(
+        self, progress: Progress, optimizer: Optimizer, like: Callable[[], Array | None], *, has_groups: bool
+    ) -> Source:
+        """Return where an optimizer's gradients come from; CallOrderError alone, if no loss of theirs was scaled."""
+        current = self._current
+        presence = None if self.has_scaled else self._unscaled_presence(progress, optimizer, has_groups=has_groups)
+        if presence is Presence.SOME and not has_groups:
+            self.forbid_unscaled(progress)
+        state = self.closure_state or self.state or current.state or self.in_force(like)
+        if presence is not None:
+            return Source(state, Scaled.NEVER, presence)
+        is_excused = self.has_scaled or progress.refused or current.adapter.is_replayed or current.is_one(state)
+        return Source(state, Scaled.NOW if is_excused else Scaled.BEFORE, Presence.SOME)
+
+    def _unscaled_presence(self, progress: Progress, optimizer: Optimizer, *, has_groups: bool) -> Presence | None:
+        """Return the presence of gradients whose loss this rank never scaled; a host read each, None for others."""
+        current, has_closure = self._current, progress.closure is not Closure.NONE
+        if progress.refused or current.adapter.is_replayed or not (current.is_fresh or has_closure):
+            return None
+        # Nothing has to be divided.
+        is_one = self.closure_state is None and current.scale() == 1.0 and (has_groups or current.is_set)
+        if not current.has_leftovers and (current.never_scales or is_one):
+            return None
+        if not current.is_set:
+            return Presence.SOME
+        if self._are_zeros(optimizer):
+            return Presence.ZEROS
+        return Presence.SOME if current.is_unused or has_closure else None
+
+    def _are_zeros(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer's gradients are nothing but zeros; a host read each."""
+        current = self._current
+        located = [one.array for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
+        values = [one for one in map(current.adapter.values_of, located) if one is not None and is_floating(one)]
+        summaries = [current.backend_for(one).read_summaries([one])[0][0] for one in values]
+        return all(one.zeros == one.size for one in summaries)
+
+    def forbid_unscaled(self, progress: Progress, where: str = "") -> NoReturn:
+        """Raise CallOrderError for gradients whose loss was never scaled."""
+        if progress.closure is not Closure.NONE:
+            wrong_order(
+                f"the closure of step() has not called scale(){where}: make the backward pass of scaler.scale(loss) in "
+                f"each of its evaluations; or make it before, and call step(optimizer) without the closure",
+                self._number,
+            )
+        since = " since a state was loaded, or a scale or a group set" if self._current.is_set else ""
+        wrong_order(
+            f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)", self._number
+        )

@@ -1,0 +1,186 @@
+"""The end of an iteration: the state is adapted to its verdicts, windows learn, and what is held is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from gradscale.core.protocols import Array
+from gradscale.errors import ScaleUnderflowError, short_repr
+from gradscale.scaler.claim import Reason, Verdict
+from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.order import INCOMPLETE
+from gradscale.scaler.progress import Progress, Stage
+from gradscale.scaler.reports import StepReport, UpdateReport, step_report
+from gradscale.scaler.scale import checked_scale
+from gradscale.scaler.verdict import PendingVerdict
+
+
+class Update:
+    """The update of an iteration.
+
+    One that is interrupted can be made again: windows learn once, and it counts in its last try. ``gives_up``: some
+    rank has skipped as many steps in a row as it allows.
+    """
+
+    report: Callable[[], UpdateReport] | None = None
+    """Makes the report of the update, if somebody wants it."""
+    underflow: ScaleUnderflowError | None = None
+    """To raise afterwards."""
+
+    def __init__(self, iteration: Iteration, new_scale: float | Array | None = None) -> None:
+        """Adapt the state to the verdicts, or set a scale; the host reads what a report needs, and a step left out."""
+        self._iteration, current = iteration, iteration.current
+        if iteration.agreement.failure is not None:
+            raise iteration.agreement.failure
+        if new_scale is None:
+            self._forbid_refusals_left()
+        wanted = None if new_scale is None else checked_scale(new_scale, current.policy)
+        pending, verdicts = iteration.read_verdicts()
+        self.gives_up = any(each.gives_up and each.reason in (Reason.SPIKE, Reason.OVERFLOW) for each in verdicts)
+        lowered = iteration.scaling.lowered
+        if wanted is None and lowered is None and not pending:
+            self._forbid()
+        if iteration.reports.on_update:
+            self.report = self._report(pending, verdicts, wanted)
+        if wanted is None and any(verdict.at_min_scale for verdict in verdicts):
+            self.underflow = self._underflow(pending, verdicts)
+        if iteration.guard is not None:
+            for progress in iteration.progresses.all:
+                self._learn(progress)
+        if iteration.parts.snapshots:
+            self._hold()
+        # Last, since Ctrl-C after it would let the next update adapt the state again.
+        if wanted is not None:
+            current.set_scale(wanted)
+        elif lowered is not None:
+            current.set_state(lowered)
+        else:
+            self._adapt(pending)
+
+    def _forbid_refusals_left(self) -> None:
+        """Raise CallOrderError for an optimizer that was refused, and not stepped; that of a guard comes later."""
+        iteration = self._iteration
+        is_left = any(each.refused and each.stage is Stage.READY for each in iteration.progresses.all)
+        if is_left and not (iteration.parts.is_guard and iteration.progresses.are_over()):
+            iteration.wrong_order(
+                "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
+                "same object, which then makes no step, or end the iteration with update(get_scale())"
+            )
+
+    def _forbid(self) -> NoReturn:
+        """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
+        iteration = self._iteration
+        if any(progress.is_incomplete for progress in iteration.progresses.all):
+            iteration.wrong_order(INCOMPLETE)
+        never = iteration.current.never_scales
+        if iteration.scaling.has_scaled or never:
+            since = "in this iteration" if never else "since scale(): gradients are still multiplied by the scale"
+            iteration.wrong_order(
+                f"no optimizer was unscaled or stepped by the scaler {since}; call scaler.step(optimizer) in place of "
+                f"optimizer.step(), and before update()"
+            )
+        iteration.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
+
+    def _report(
+        self, pending: Sequence[PendingVerdict], verdicts: Sequence[Verdict], wanted: float | None
+    ) -> Callable[[], UpdateReport]:
+        """Return a function that makes the report of the update once the state is adapted."""
+        iteration = self._iteration
+        current, number, steps = iteration.current, iteration.number, [step for step, _ in iteration.steps]
+        # Somebody wants them since a step whose verdict was to be read later.
+        with iteration.agreement.failing():
+            steps += [step_report(one.read(), number, one.rank()) for one in pending if one.is_late]
+        scales = [step.scale for step in steps] + [verdict.scale for verdict in verdicts]
+        # Without a verdict it has to be read; a closure's may be of a lower one than the update starts from.
+        before = current.scale() if not scales or any(step.retries for step in steps) else scales[0]
+        skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
+
+        def report() -> UpdateReport:
+            after = current.scale() if wanted is None else wanted
+            rank, counts = iteration.agreement.rank(), iteration.tally.counts
+            return UpdateReport(number, before, skipped, rank, tuple(steps), after, counts)
+
+        return report
+
+    def _underflow(self, pending: Sequence[PendingVerdict], verdicts: Sequence[Verdict]) -> ScaleUnderflowError | None:
+        """Return the error of an overflow at the lowest scale, if the update starts from it."""
+        iteration = self._iteration
+        state = iteration.scaling.state or iteration.current.state
+        # If a policy raises, no verdict is late. A closure may have tried the lowest scale, and the update does not.
+        for one, verdict in zip(pending, verdicts, strict=False):
+            if verdict.at_min_scale and verdict.nonfinite and one.state is state:
+                return ScaleUnderflowError(
+                    f"gradients overflow although the scale is at its minimum, {verdict.scale!r}: the cause is not "
+                    f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
+                    f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
+                    f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
+                    f"{short_repr(iteration.current.policy)}"
+                )
+        return None
+
+    def _learn(self, progress: Progress) -> None:
+        """Let the window of an optimizer learn from its step, but not from one that the user has made."""
+        guard, pending, observation = self._iteration.guard, progress.pending, progress.observation
+        if guard is not None and progress.stage.is_over and observation is not None and pending is not None:
+            guard.learn(observation, pending.reason(), self._iteration.current.state_adapter.write_into)
+
+    def _hold(self) -> None:
+        """Save the arrays of ``hold`` if no step was skipped, else restore them, by flags of a device if need be."""
+        iteration = self._iteration
+        begun = [progress for progress in iteration.progresses.all if progress.stage is not Stage.READY]
+        if not begun:
+            return
+        all_stepped = all(progress.has_stepped for progress in begun)
+        late = [each.pending.skips() for each in begun if each.verdict is None and each.pending is not None]
+        skips = [one for one in late if not isinstance(one, bool)] if all_stepped else []
+        for snapshot in iteration.parts.snapshots:
+            if skips and not snapshot.takes_flags:
+                # The host writes what it holds.
+                all_stepped, skips = all_stepped and not self._any(skips), []
+            if all_stepped and not skips:
+                snapshot.save()
+            else:
+                snapshot.restore(skips if all_stepped else ())
+
+    def _any(self, flags: Sequence[Array]) -> bool:
+        """Read whether any of some flags is not 0."""
+        current = self._iteration.current
+        xp = current.xp
+        return any(current.state_adapter.read(xp.astype(xp.reshape(one != 0, (1,)), xp.int32))[0] for one in flags)
+
+    def _adapt(self, pending: Sequence[PendingVerdict]) -> None:
+        """Adapt the state to the counts of the verdicts, also in another try after an interrupt."""
+        iteration, current = self._iteration, self._iteration.current
+        counts: list[Array | int] = []
+        flags: list[Array | bool] = []
+        for one in pending:
+            if (count := one.count()) is not None:
+                counts.append(count)
+                # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
+                if one.is_late and (flag := one.keeps_scale()) is not False:
+                    flags.append(flag)
+        if iteration.reports.under_way:
+            iteration.check_late_verdicts()
+        if counts:
+            if iteration.before_update is None:
+                iteration.before_update = current.saved()
+            else:
+                current.restore(iteration.before_update)
+            current.advance(counts, flags if len(flags) == len(counts) else (), iteration.before_update)
+
+    def next_iteration(self) -> tuple[Iteration, list[tuple[StepReport, int | None]]]:
+        """Return the iteration that follows, and the reports of this one's steps with the positions of streaks."""
+        ended, parts = self._iteration, self._iteration.parts
+        steps, reports = 0, [*ended.steps]
+        for progress in ended.progresses.all:
+            steps += progress.stage.is_over and progress.stage is not Stage.DECLINED
+            if progress.stage is Stage.LEFT_OUT and progress.verdict is not None:
+                optimizer = progress.optimizer
+                position = None if optimizer is None else parts.tally.position_of(optimizer)
+                reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank()), position))
+        alone = ended.alone_before + (steps if ended.counts_alone else 0)
+        following = Iteration(ended.number + 1, parts, ended.steps_before + steps, alone)
+        if parts.is_guard and ended.progresses.are_over():
+            following.go_on_from(ended)
+        return following, reports
