@@ -432,7 +432,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         """Make the state on a device, if there is none, as a framework does that steps before the first loss."""
         current = _current(self)
         current.materialize(torch.empty((), device=dev))
-        current.is_fresh = False
+        current.mark_adapted()
         iteration_of(self).mistakes.allow_unscaled_loss()
 
     _lazy_init_scale_growth_tracker = _not_called("_lazy_init_scale_growth_tracker", _make_state)
@@ -469,9 +469,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def _join(self) -> None:
         """Agree over the default groups once they are there, which may be later than the scaler."""
         agreement = iteration_of(self).agreement if self._rejoins else None
-        if agreement is not None and (agreement.is_unjoined or agreement.is_alone):
+        if agreement is not None and not agreement.standing.groups:
             groups = self._default_groups()
-            if groups or (agreement.is_unjoined and default_group() is not None):
+            if groups or (agreement.standing.groups is None and default_group() is not None):
                 agree_over(self, groups)
 
 

@@ -77,12 +77,21 @@ class OptimizerLabel(NamedTuple):
     """Its class and this number, or its name."""
 
 
-class Agreement:
-    """With whom a scaler agrees, why it cannot go on, and the numbers by which ranks tell their messages apart.
+class Standing(NamedTuple):
+    """With whom a scaler agrees, and why it cannot. It is replaced at once: Ctrl-C leaves no half of another."""
 
-    ``groups`` is None before a scaler has joined any (``is_unjoined``), and empty for a process that decides alone.
-    ``options`` are those of the scaler that must be the same on all ranks. After a ``failure`` the iteration can only
-    be abandoned.
+    groups: Sequence[Collectives] | None = ()
+    """The groups to agree over: none for a process that decides alone, and None before a scaler has joined any."""
+    failure: GradscaleError | None = None
+    """Why the iteration can only be abandoned."""
+    lost: BackendError | CollectiveTimeoutError | None = None
+    """Why the groups can be used no more."""
+
+
+class Agreement:
+    """With whom a scaler agrees, and the numbers by which ranks tell their messages apart.
+
+    ``options`` are those of the scaler that must be the same on all ranks.
     """
 
     def __init__(
@@ -91,12 +100,9 @@ class Agreement:
         options: Mapping[str, object] | None = None,
         own_rank: Callable[[], int | None] | None = None,
     ) -> None:
-        self._use(groups)
+        self.standing = Standing(groups)
         self._options = options or {}
         self._own_rank = own_rank
-        self.failure: GradscaleError | None = None
-        # Why the groups can no longer be used.
-        self._lost: BackendError | CollectiveTimeoutError | None = None
         # This scaler's number in each of the library's own groups, which it has again if it joins one again.
         self._numbers_by_group: IdentityMap[int] = IdentityMap()
         self._names: IdentityMap[str] = IdentityMap()
@@ -122,23 +128,14 @@ class Agreement:
         self._count = [0]
 
     @property
-    def groups(self) -> Sequence[Collectives]:
-        """The groups to agree over; empty for a process that decides alone. CallOrderError before it has joined any."""
-        if self._groups is None:
-            msg = "this scaler was unpickled and has no group yet: call set_group(group) on every rank first"
-            raise CallOrderError(msg)
-        return self._groups
-
-    def _use(self, groups: Sequence[Collectives] | None) -> None:
-        # At once, or Ctrl-C in between would leave a scaler that has groups and decides alone.
-        is_alone = groups is not None and len(groups) == 0
-        self._groups, self.is_unjoined, self.is_alone = groups, groups is None, is_alone
+    def is_alone(self) -> bool:
+        """Whether this process decides alone."""
+        return self.standing.groups is not None and len(self.standing.groups) == 0
 
     def join(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on, as one more scaler over them, or as before over a group that it had."""
         self._empty_queues()
-        self._use(groups)
-        self.failure = self._lost = None
+        self.standing = Standing(groups)
         self._begin_to_count()
         for collectives in groups:
             self.number_over(collectives)
@@ -150,7 +147,7 @@ class Agreement:
             return rank
         rank = 0
         # Groups that are the axes of a grid of ranks give each rank a number of its own, row by row.
-        for collectives in self._groups or ():
+        for collectives in self.standing.groups or ():
             rank = rank * collectives.size + collectives.rank
         return rank
 
@@ -167,7 +164,7 @@ class Agreement:
 
     def fail(self, error: GradscaleError) -> None:
         """Let the iteration only be abandoned from now on, with its messages."""
-        self.failure = error
+        self.standing = self.standing._replace(failure=error)
         self._empty_queues()
 
     def _empty_queues(self) -> None:
@@ -190,35 +187,42 @@ class Agreement:
         elif not isinstance(error, GradscaleError):
             failure = BackendError(
                 f"{type(error).__name__} has interrupted the start of an agreement, "
-                f"{whereabouts(self.groups, iteration)}: call set_group() with another group on every rank"
+                f"{whereabouts(self.standing.groups or (), iteration)}: call set_group() with another group on every "
+                f"rank"
             )
             failure.__cause__ = error
-            self.fail(failure)
-            error = failure
+            self.standing = self.standing._replace(failure=failure, lost=failure)
+            self._empty_queues()
         if isinstance(error, (BackendError, CollectiveTimeoutError)):
-            self._lost = error
+            self.standing = self.standing._replace(lost=error)
 
     def recover(self) -> None:
         """Go on with a loaded state after ranks have differed; a group that was lost is not used again."""
-        if self.failure is not None or any(common.differences > since for common, since in self._counted_since):
+        if self.standing.failure is not None or any(
+            common.differences > since for common, since in self._counted_since
+        ):
             # Every rank has failed, if not by this scaler, and they may have counted differently.
             self._forget_counts()
             self._counted_since = [(common, common.differences) for common, _ in self._counted_since]
-        self.failure = None
+        self.standing = self.standing._replace(failure=None)
 
     def usable_groups(self) -> Sequence[Collectives]:
-        """Return the groups to agree over; BackendError if one was lost."""
-        if self._groups and self._lost is not None:
-            msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
-            raise BackendError(msg) from self._lost
-        # Spares a call in each step.
-        return self.groups if self._groups is None else self._groups
+        """Return the groups to agree over; BackendError if one was lost, CallOrderError before it has joined any."""
+        groups, _, lost = self.standing
+        if groups is None:
+            msg = "this scaler was unpickled and has no group yet: call set_group(group) on every rank first"
+            raise CallOrderError(msg)
+        if groups and lost is not None:
+            msg = f"the group was lost before, and needs set_group() with another one on every rank: {lost}"
+            raise BackendError(msg) from lost
+        return groups
 
     def example(self, current: CurrentScale, number: int) -> Array | None:
         """Return an array for a rank that has none; None if it decides alone. CallOrderError without a library."""
-        if self.is_alone:
+        groups = self.standing.groups
+        if not groups:
             return None
-        example: Callable[[], Array] | None = getattr(self.groups[0], "example", None)
+        example: Callable[[], Array] | None = getattr(groups[0], "example", None)
         own, theirs = current.example(), None if example is None else example()
         if own is None or (theirs is not None and array_namespace(theirs) is array_namespace(own)):
             # Where the group carries it, as the other ranks' arrays.
@@ -226,7 +230,7 @@ class Agreement:
         if own is not None:
             return own
         msg = (
-            f"{whereabouts(self.groups, number)} has seen no array yet, so it is not known in which library it takes "
+            f"{whereabouts(groups, number)} has seen no array yet, so it is not known in which library it takes "
             f'part: pass backend= (such as backend="numpy") to a scaler whose rank may hold no gradients'
         )
         raise CallOrderError(msg)
@@ -324,7 +328,7 @@ class Agreement:
         # A copy in the same process talks to the same ranks, and has the same numbers, since some ranks may go on with
         # a copy and others with the original.
         copied = Agreement()
-        copied.__dict__ |= self.__dict__ | {"failure": None}
+        copied.__dict__ |= self.__dict__ | {"standing": self.standing._replace(failure=None)}
         return copied
 
     def __deepcopy__(self, memo: dict[int, object]) -> Agreement:

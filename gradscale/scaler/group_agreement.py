@@ -96,7 +96,7 @@ class GroupAgreement:
             For failures of the group's library, and after one of the failures before.
         """
         agreement = self._agreement
-        failure = agreement.failure
+        failure = agreement.standing.failure
         if failure is not None:
             msg = f"the ranks could not agree before, so construct a new GroupAgreement on all of them: {failure}"
             raise BackendError(msg) from failure

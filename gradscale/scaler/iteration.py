@@ -95,8 +95,8 @@ class Iteration:
 
         CallOrderError after an update that was interrupted.
         """
-        if self.agreement.failure is not None:
-            raise self.agreement.failure
+        if self.agreement.standing.failure is not None:
+            raise self.agreement.standing.failure
         if self.before_update is not None:
             self.wrong_order("update() was interrupted, and may have adapted the state: call it again first")
         return self.progresses.of(optimizer)
@@ -108,13 +108,13 @@ class Iteration:
         before do not count: ranks that load one checkpoint may have had other numbers of them.
         """
         state = self.scaling.state
-        if self.agreement.failure is None:
+        if self.agreement.standing.failure is None:
             # Other ranks may have seen a difference already, or never come.
             with contextlib.suppress(*OF_ALL_RANKS):
                 self.read_verdicts()
         following = Iteration(number, self.parts, steps)
-        self.current.is_unused = self.current.is_unused or not self.is_at_boundary
-        self.current.has_leftovers |= not self.is_at_boundary and not self.current.is_one(state or self.current.state)
+        if not self.is_at_boundary:
+            self.current.mark_unused(has_leftovers=not self.current.is_one(state or self.current.state))
         if state is not None and self.is_at_boundary:
             # The load may write to the arrays of the state.
             following.scaling.state = copied(state)
@@ -145,7 +145,7 @@ class Iteration:
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Multiply arrays by the scale; a first state begins beside the first one."""
         scaling = self.scaling
-        is_abandoned = self.current.is_fresh and scaling.state is not None and scaling.closure_state is None
+        is_abandoned = self.current.use.is_fresh and scaling.state is not None and scaling.closure_state is None
         products = scaling.scale(arrays)
         if is_abandoned:
             # A load has abandoned the iteration of the losses before.
@@ -232,9 +232,9 @@ class Iteration:
     def keeps(self, owner: object, loss: Array | float) -> bool:
         """Tell whether the loss of a micro-batch is finite on all ranks, and count it: one message and one read."""
         current, agreement = self.current, self.agreement
-        if agreement.failure is not None:
-            raise agreement.failure
-        groups = () if agreement.is_alone else agreement.usable_groups()
+        if agreement.standing.failure is not None:
+            raise agreement.standing.failure
+        groups = agreement.usable_groups()
         value = value_of(loss if isinstance(loss, float) else current.backend_for(loss).values_of(loss))
         if not groups:
             is_kept = math.isfinite(float(value))
@@ -304,12 +304,13 @@ class Iteration:
         groups = self.agreement.usable_groups() or gradients.groups
         source = self.scaling.source_of(progress, optimizer, lambda: gradients.like, has_groups=len(groups) > 0)
         has_norm = max_norm is not None or norm is not None
-        has_values = is_framework_check or self.judge.has_values(progress, optimizer, has_norm=has_norm)
+        has_values = self.guard is None or is_framework_check
+        has_values = has_values or self.judge.has_values(progress, optimizer, has_norm=has_norm)
         if not groups:
             # Over a group another rank may have the loss.
             if source.scaled is Scaled.BEFORE:
                 self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
-            if not progress.refused:
+            if self.guard is not None and not progress.refused:
                 self.judge.note_values(has_values=has_values)
         is_first = progress.stage is Stage.READY
         findings = self._divide(progress, optimizer, gradients, source.state)
@@ -339,7 +340,8 @@ class Iteration:
                 is_judged_late=loss.is_judged_late,
             )
             progress.judge(pending, then)
-            self.messages.note_sent(pending)
+            if groups:
+                self.messages.note_sent(pending)
         except Exception as error:
             if isinstance(error, GradscaleError):
                 self.agreement.fail(error)
@@ -387,12 +389,12 @@ class Iteration:
 
     def _divide(self, progress: Progress, optimizer: Optimizer, gradients: Collected, state: ScaleState) -> Findings:
         """Divide gradients by the scale, of which a failure may leave some divided, unless none can be."""
-        undo = progress.divide()
+        before = progress.divide()
         try:
             return gradients.unscale(self.current, state)
         except BaseException as error:
             if not gradients.is_touched:
-                undo()
+                progress.undo(*before)
             # An exchange of norms has failed on all ranks.
             if isinstance(error, Exception) and not isinstance(error, OF_ALL_RANKS):
                 self.messages.tell_of_failure(optimizer, self.steps_before)
@@ -444,8 +446,8 @@ class Iteration:
     def verdict(self, progress: Progress) -> Verdict:
         """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step."""
         pending = progress.pending
-        if self.agreement.failure is not None:
-            raise self.agreement.failure
+        if self.agreement.standing.failure is not None:
+            raise self.agreement.standing.failure
         if pending is None or (pending.is_placeholder and not pending.is_begun):
             self.wrong_order(INCOMPLETE)
         if pending.is_placeholder:
@@ -453,7 +455,8 @@ class Iteration:
             if progress.refused:
                 pending.refuse(claims.reason_code(progress.refused, self.agreement.rank()))
         try:
-            self.messages.read_before(pending)
+            if pending.groups:
+                self.messages.read_before(pending)
             verdict = (pending.verdict if pending.override is None else None) or pending.read()
             optimizer = progress.optimizer if pending.is_judged_late else None
             if optimizer is not None:
@@ -590,7 +593,9 @@ class Iteration:
     def is_at_boundary(self) -> bool:
         """Whether no optimizer's progress has begun, here or, as far as messages say, on another rank."""
         return (
-            self.agreement.failure is None and not self.scaling.is_inside_closure and not self.progresses.have_begun()
+            self.agreement.standing.failure is None
+            and not self.scaling.is_inside_closure
+            and not self.progresses.have_begun()
         )
 
     @property
@@ -600,7 +605,7 @@ class Iteration:
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError in mid-iteration."""
-        if self.agreement.failure is None and not self.is_at_boundary:
+        if self.agreement.standing.failure is None and not self.is_at_boundary:
             msg = (
                 f"{what} is possible only at the beginning of an iteration, before refuse(), unscale_() and step(), or "
                 f"at its end, after update(); this is the middle of iteration {self.number}, which load_state_dict() "

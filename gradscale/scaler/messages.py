@@ -74,8 +74,7 @@ class Messages:
 
     def note_sent(self, pending: PendingVerdict) -> None:
         """Note a verdict whose message was sent."""
-        if pending.groups:
-            self._sent.append(pending)
+        self._sent.append(pending)
 
     def read_before(self, pending: PendingVerdict) -> None:
         """Read the verdicts that were sent before one: a rank that could not unscale sends none after its failure."""
@@ -90,7 +89,7 @@ class Messages:
         # What fails now is not what is wrong.
         with contextlib.suppress(Exception):
             groups = self.groups_for(optimizer)
-            if not groups or agreement.failure is not None:
+            if not groups or agreement.standing.failure is not None:
                 return
             claim = self.next_claim(groups, optimizer, steps=steps)
 

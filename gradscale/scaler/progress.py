@@ -111,15 +111,15 @@ class Progress:
         """Let what follows be judged in place of the gradients before, whose verdict counts until then."""
         self.stage, self.verdict = Stage.READY, None
 
-    def divide(self) -> Callable[[], None]:
-        """Begin to divide the gradients; return what takes it back if none was touched."""
+    def divide(self) -> tuple[Stage, PendingVerdict | None]:
+        """Begin to divide the gradients; return what :meth:`undo` goes back to."""
         before = self.stage, self.pending
         self.stage, self.pending = Stage.DIVIDING, None
+        return before
 
-        def undo() -> None:
-            self.stage, self.pending = before
-
-        return undo
+    def undo(self, stage: Stage, pending: PendingVerdict | None) -> None:
+        """Go back to before gradients of which none was touched."""
+        self.stage, self.pending = stage, pending
 
     def judge(self, pending: PendingVerdict, then: Stage) -> None:
         """Go on with a verdict, and gradients that are divided completely, to the stage ``then``."""
@@ -127,7 +127,8 @@ class Progress:
 
     def begin_step(self) -> None:
         """Begin the step of gradients that are judged."""
-        if self.stage.is_unscaled and self.pending is not None and self.pending.is_begun:
+        pending = self.pending
+        if self.stage.is_unscaled and pending is not None and (not pending.is_placeholder or pending.is_begun):
             self.stage, self.verdict = Stage.STEPPING, None
 
     def take_for_unscaled(self) -> None:

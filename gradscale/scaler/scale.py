@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
 import math
 from collections.abc import Sequence
@@ -29,6 +30,19 @@ Saved: TypeAlias = list[Any] | ScaleState | Array
 _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
 
 
+class Use(enum.Enum):
+    """What a state was used for since it began or was loaded, which tells whether gradients can be scaled by it."""
+
+    NONE = "nothing was scaled, so no gradients can be"
+    LEFTOVERS = "nothing was scaled, but gradients of an iteration that was abandoned may be"
+    LOADED = "nothing was scaled since it was loaded, but gradients before may be"
+    ADAPTED = "updates have adapted it, and nothing was scaled but by a framework itself"
+    SCALED = "outputs were scaled by it"
+
+    def __init__(self, _: str) -> None:
+        self.is_fresh = self.name in ("NONE", "LEFTOVERS", "LOADED")
+
+
 class CurrentScale:
     """The state of a scaler, and the adapter and namespace of its library.
 
@@ -47,11 +61,7 @@ class CurrentScale:
             raise InvalidTypeError(msg)
         self.policy, self.is_static = policy, type(policy) is StaticScale
         self.updates = 0
-        # Fresh: nothing was scaled by the state, and no update adapted it, since it began or was loaded. Unused: no
-        # gradients can be scaled, since nothing ever was, or an iteration was abandoned.
-        self.is_fresh = self.is_unused = True
-        # Whether gradients of an abandoned iteration may still be scaled.
-        self.has_leftovers = False
+        self.use = Use.NONE
         # A scale that the host knows, and the number of updates before it; 0 if it knows none. And the smallest factor
         # of an update since then, by any rule that was in force.
         self._seen = 0.0, 0
@@ -134,7 +144,7 @@ class CurrentScale:
         """
         state = self.state or self.materialize()
         self.updates += 1
-        self.is_fresh = False
+        self.mark_adapted()
         if self.is_static:
             return
         count = counts[0]
@@ -238,7 +248,7 @@ class CurrentScale:
 
     def set_field(self, name: str, value: Array) -> None:
         """Replace a field by an array of a framework's."""
-        self.is_fresh = False
+        self.mark_adapted()
         self._note_replaced()
         self.state = self.materialize(value)._replace(**{name: value})
 
@@ -255,13 +265,24 @@ class CurrentScale:
         self._largest = self._reachable(self.policy, self._largest)
         self._least_factor = min(self._least_factor, _smallest_factor(self.policy))
 
-    def mark_unused(self) -> None:
-        """Treat gradients as unscaled until ``scale`` is called."""
-        self.is_fresh = self.is_unused = True
+    def mark_scaled(self) -> None:
+        """Note that outputs were scaled by the state."""
+        self.use = Use.SCALED
+
+    def mark_adapted(self) -> None:
+        """Note that an update, or a framework, has gone on with the state."""
+        if self.use.is_fresh:
+            self.use = Use.SCALED if self.use is Use.LOADED else Use.ADAPTED
+
+    def mark_unused(self, *, has_leftovers: bool = False) -> None:
+        """Treat gradients as unscaled until ``scale`` is called, but for leftovers of an iteration."""
+        if self.use is not Use.LEFTOVERS:
+            self.use = Use.LEFTOVERS if has_leftovers else Use.NONE
 
     def load(self, policy: Policy, numbers: dict[str, float]) -> None:
         """Go on with another policy and other numbers."""
-        self.is_fresh = True
+        if not self.use.is_fresh:
+            self.use = Use.LOADED if self.use is Use.SCALED else Use.NONE
         least, is_static = _smallest_factor(policy), type(policy) is StaticScale
         self.policy, self.is_static, self._least_factor = policy, is_static, least
         self._largest = self._reachable(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])

@@ -206,8 +206,8 @@ class GradScaler:
         if not self._enabled:
             return outputs
         parts, iteration = self._parts, self._iteration
-        if parts.agreement.failure is not None:
-            raise parts.agreement.failure
+        if parts.agreement.standing.failure is not None:
+            raise parts.agreement.standing.failure
         has_losses = parts.guard is not None and loss is None
         guard_loss = None if parts.guard is None or loss is None or loss is False else checked_loss(loss, _A_LOSS)
         try:
@@ -423,9 +423,7 @@ class GradScaler:
             parts.tally.drop(0 if ended.micro.stepped else ended.micro.dropped)
             for step, position in reports:
                 parts.tally.note(step, position)
-            stalled, gives_up = parts.tally.pop_stalled(
-                is_alone=not ended.progresses.sent_messages(), gives_up=update.gives_up
-            )
+            stalled, gives_up = parts.tally.pop_stalled(is_alone=update.is_alone, gives_up=update.gives_up)
             try:
                 if update.report is not None:
                     parts.reports.tell_update(update.report())
@@ -703,7 +701,7 @@ class GradScaler:
         iteration = self._iteration
         iteration.require_boundary("pickling or copying a scaler")
         # Gradients of a state before a load are not.
-        is_kept = (iteration.scaling.state is None or not iteration.current.is_fresh) and iteration.is_at_boundary
+        is_kept = (iteration.scaling.state is None or not iteration.current.use.is_fresh) and iteration.is_at_boundary
         scaled, losses = (iteration.scaling.has_scaled, iteration.judge.losses) if is_kept else (False, Losses())
         # Each part says by itself what of it is kept.
         parts = Collaborators._make(map(copy.copy, self._parts._replace(cache=IdentityMap(), snapshots=())))
@@ -1056,7 +1054,7 @@ def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
     if groups:
         # A policy that ranks cannot compare raises now, and not in the first step.
         agreement.settings_hash(scaler._parts.current.policy)
-    if agreement.failure is not None or not (agreement.is_unjoined or agreement.is_alone):
+    if agreement.standing.failure is not None or agreement.standing.groups:
         # Some ranks may have divided their gradients already, so that all make new ones.
         scaler._iteration = Iteration(iteration.number, scaler._parts, iteration.steps_before, iteration.alone_before)
         scaler._parts.current.mark_unused()

@@ -15,7 +15,7 @@ from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Presence, Scaled
 from gradscale.scaler.order import wrong_order
 from gradscale.scaler.progress import Closure, Progress
-from gradscale.scaler.scale import CurrentScale
+from gradscale.scaler.scale import CurrentScale, Use
 
 
 class Source(NamedTuple):
@@ -53,7 +53,7 @@ class Scaling:
         products = arrays if current.is_static and current.is_one(state) else current.state_adapter.scale(arrays, state)
         if self.closure_state is None:
             self.state = state
-        current.is_fresh = current.is_unused = current.has_leftovers = False
+        current.mark_scaled()
         self.has_scaled = True
         return products
 
@@ -103,17 +103,17 @@ class Scaling:
     def _unscaled_presence(self, progress: Progress, optimizer: Optimizer, *, has_groups: bool) -> Presence | None:
         """Return the presence of gradients whose loss this rank never scaled; a host read each, None for others."""
         current, has_closure = self._current, progress.closure is not Closure.NONE
-        if progress.refused or current.adapter.is_replayed or not (current.is_fresh or has_closure):
+        if progress.refused or current.adapter.is_replayed or not (current.use.is_fresh or has_closure):
             return None
         # Nothing has to be divided.
         is_one = self.closure_state is None and current.scale() == 1.0 and (has_groups or current.is_set)
-        if not current.has_leftovers and (current.never_scales or is_one):
+        if current.use is not Use.LEFTOVERS and (current.never_scales or is_one):
             return None
         if not current.is_set:
             return Presence.SOME
         if self._are_zeros(optimizer):
             return Presence.ZEROS
-        return Presence.SOME if current.is_unused or has_closure else None
+        return Presence.SOME if current.use is not Use.LOADED or has_closure else None
 
     def _are_zeros(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer's gradients are nothing but zeros; a host read each."""

@@ -27,23 +27,29 @@ class Update:
     """Makes the report of the update, if somebody wants it."""
     underflow: ScaleUnderflowError | None = None
     """To raise afterwards."""
+    gives_up = _is_at_min = False
+    is_alone = True
+    """Whether no message was sent for a step."""
 
     def __init__(self, iteration: Iteration, new_scale: float | Array | None = None) -> None:
         """Adapt the state to the verdicts, or set a scale; the host reads what a report needs, and a step left out."""
         self._iteration, current = iteration, iteration.current
-        if iteration.agreement.failure is not None:
-            raise iteration.agreement.failure
+        if iteration.agreement.standing.failure is not None:
+            raise iteration.agreement.standing.failure
         if new_scale is None:
             self._forbid_refusals_left()
         wanted = None if new_scale is None else checked_scale(new_scale, current.policy)
         pending, verdicts = iteration.read_verdicts()
-        self.gives_up = any(each.gives_up and each.reason in (Reason.SPIKE, Reason.OVERFLOW) for each in verdicts)
+        for verdict in verdicts:
+            if verdict.gives_up and verdict.reason in (Reason.SPIKE, Reason.OVERFLOW):
+                self.gives_up = True
+            self._is_at_min |= verdict.at_min_scale
         lowered = iteration.scaling.lowered
         if wanted is None and lowered is None and not pending:
             self._forbid()
         if iteration.reports.on_update:
             self.report = self._report(pending, verdicts, wanted)
-        if wanted is None and any(verdict.at_min_scale for verdict in verdicts):
+        if wanted is None and self._is_at_min:
             self.underflow = self._underflow(pending, verdicts)
         if iteration.guard is not None:
             for progress in iteration.progresses.all:
@@ -61,12 +67,13 @@ class Update:
     def _forbid_refusals_left(self) -> None:
         """Raise CallOrderError for an optimizer that was refused, and not stepped; that of a guard comes later."""
         iteration = self._iteration
-        is_left = any(each.refused and each.stage is Stage.READY for each in iteration.progresses.all)
-        if is_left and not (iteration.parts.is_guard and iteration.progresses.are_over()):
-            iteration.wrong_order(
-                "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
-                "same object, which then makes no step, or end the iteration with update(get_scale())"
-            )
+        for progress in iteration.progresses.all:
+            is_left = progress.refused and progress.stage is Stage.READY
+            if is_left and not (iteration.parts.is_guard and iteration.progresses.are_over()):
+                iteration.wrong_order(
+                    "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
+                    "same object, which then makes no step, or end the iteration with update(get_scale())"
+                )
 
     def _forbid(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
@@ -179,7 +186,8 @@ class Update:
                 optimizer = progress.optimizer
                 position = None if optimizer is None else parts.tally.position_of(optimizer)
                 reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank()), position))
-        alone = ended.alone_before + (steps if ended.counts_alone else 0)
+        self.is_alone = not ended.progresses.sent_messages()
+        alone = ended.alone_before + (steps if self.is_alone and ended.agreement.is_alone else 0)
         following = Iteration(ended.number + 1, parts, ended.steps_before + steps, alone)
         if parts.is_guard and ended.progresses.are_over():
             following.go_on_from(ended)

@@ -80,9 +80,11 @@ class PendingVerdict:
         elif findings.scale is not None and self._is_on_host(flags):
             if current.state_adapter.is_shared:
                 current.require_possible(findings.scale)
-            is_at_min = self._count > 0 and current.at_min_scale(state) is True
-            verdict = verdict_from(flags._replace(limits=flags.limits + is_at_min), self._count, findings.scale)
-            self.verdict = verdict._replace(norm=self._reported_norm(), loss=self.loss)
+            if self._count and current.at_min_scale(state) is True:
+                flags = flags._replace(limits=flags.limits + 1)
+            verdict = verdict_from(flags, self._count, findings.scale)
+            has_values = findings.norm is not None or loss is not None
+            self.verdict = verdict._replace(norm=self._reported_norm(), loss=self.loss) if has_values else verdict
         else:
             self._sent = self._pack_alone(flags)
 
@@ -97,14 +99,15 @@ class PendingVerdict:
 
     def _with_overflow(self, flags: Flags) -> Flags:
         """Return the flags with an overflow that the host knows, which counts before any other reason."""
-        code, presence = self._code, flags.presence
+        if flags.code is not self._code:
+            flags = flags._replace(code=self._code)
         if self.groups and claims.reason_number(self._hidden) == Reason.REFUSED:
-            presence = Presence.REFUSED
+            flags = flags._replace(presence=Presence.REFUSED)
         if isinstance(self._count, int) and self._count:
             # A refusal counts again if a framework overrules the overflow.
             fault = claims.fault_of(self._loss) or claims.fault_in(self._hidden)
-            code = claims.reason_code(Reason.OVERFLOW, self.rank(), fault)
-        return flags._replace(code=code, presence=presence)
+            flags = flags._replace(code=claims.reason_code(Reason.OVERFLOW, self.rank(), fault))
+        return flags
 
     def _is_on_host(self, flags: Flags) -> bool:
         """Tell whether the host has all numbers but those of the state."""
