@@ -207,14 +207,14 @@ class ScalerBackend(TorchBackend):
         return ScaleState(*state)
 
     def adapt(
-        self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, held: Tensor | None, least: float = 0.0
+        self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, keeps_scale: Tensor | None, least: float = 0.0
     ) -> ScaleState:
         """Return the state after a step, by torch's kernel if that has the rule."""
         scale, tracker = state[:2]
         if not scale.is_cpu and is_capturing(scale.device):
             self.is_replayed = True
-        if held is not None or type(policy) is not DynamicScale or not is_torchs(policy, "min_scale"):
-            return self.write_into(state, super().adapt(policy, state, nonfinite, held))
+        if keeps_scale is not None or type(policy) is not DynamicScale or not is_torchs(policy, "min_scale"):
+            return self.write_into(state, super().adapt(policy, state, nonfinite, keeps_scale))
         fits = not self.is_replayed and self._fitting[0] is policy and self._fitting[1] is tracker
         if not fits or (scale.is_cpu and tracker.item() >= policy.growth_interval):
             # The kernel grows at the interval alone, which a setting or a load may have left behind.

@@ -220,18 +220,19 @@ class Backend:
         policy: Policy,
         state: ScaleState,
         nonfinite: Array | int,
-        held: Array | None,
+        keeps_scale: Array | None,
         least: float = 0.0,  # noqa: ARG002
     ) -> ScaleState:
-        """Return the state after a step, perhaps in the same arrays; the old one if ``held``, 0-d, is true. No read.
+        """Return the state after a step, perhaps in the same arrays; no host read.
 
-        Backoffs alone lower the scale no further than to ``least``, as far as the host knows.
+        It stays as it is if ``keeps_scale``, 0-d, is true. Backoffs alone lower the scale no further than to ``least``,
+        as far as the host knows.
         """
         xp = array_namespace(state.scale)
         if isinstance(nonfinite, int):
             nonfinite = xp.asarray(nonfinite, dtype=xp.int32, **device_kwargs(self.placement(state.scale)))
         new = self.update(policy, state, nonfinite)
-        return new if held is None else ScaleState._make(map(xp.where, [held] * len(new), state, new))
+        return new if keeps_scale is None else ScaleState._make(map(xp.where, [keeps_scale] * len(new), state, new))
 
     def write_into(self, old: _State, new: _State) -> _State:  # noqa: ARG002
         """Return a state that takes the place of another, perhaps in the other's arrays."""

@@ -220,7 +220,7 @@ class Gradients:
         return backend.multiply_in_place(arrays, factor), as_0d_array(xp, xp.maximum(nonfinite, overflows)), norm
 
 
-class GivenNorm:
+class UserNorm:
     """A norm in place of an optimizer's gradients, which are not read: the program has clipped them by it.
 
     ``norm`` is a number, or 0-d float32 if the host would have to wait for it.

@@ -13,9 +13,9 @@ from array_api_compat import is_array_api_obj
 from gradscale.core.gradients import (
     Collected,
     Findings,
-    GivenNorm,
     ParameterCache,
     Request,
+    UserNorm,
     no_optimizer,
 )
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
@@ -424,7 +424,7 @@ class Iteration:
             return adapter.collect(optimizer, self._cache, request)
         groups = adapter.groups_of(optimizer)
         is_read = self.agreement.is_alone and not groups and request.divides and adapter.reads_verdict(optimizer)
-        return GivenNorm(
+        return UserNorm(
             value_of(norm), lambda: adapter.collect(optimizer, self._cache, UNSCALING).like, groups, is_read=is_read
         )
 
