@@ -147,7 +147,6 @@ class TorchBackend(Backend):
                     target.copy_(grad)
             flags: Flags = {}
             tensors = gradients.group_tensors([gradients.kernel_view(target) for target in out])
-            gradients.forbid_meta(tensors)
             # Reading the scale of a device would be a host read; judging twice is none. 0 is its lower bound.
             least = state.scale.item() if state.scale.is_cpu else float(isinstance(state, arithmetic.UnitState))
             if least == 1.0:

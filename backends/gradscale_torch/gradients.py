@@ -145,8 +145,6 @@ class TensorGradients:
     def unscale(self, current: ScaleView, state: ScaleState) -> Findings:
         """Divide them by the scale of a state, clip and judge them; or judge them alone."""
         request, tensors, scale = self._request, self._tensors, state.scale
-        if request.max_norm is not None:
-            self._require_whole()
         flags: Flags = {}
         norm, divisor = None, scale
         (number,) = current.state_adapter.peek((scale,)) or (None,)
@@ -155,33 +153,19 @@ class TensorGradients:
             is_one, may_be_below_one = current.is_one(state), current.scale_lower_bound(state) < 1.0
         with torch.no_grad():
             if request.max_norm is not None:
-                is_plain = request.divides and request.exchange is None and not self._parameters.meshes
-                if is_plain and request.is_read and number is None and not may_be_below_one:
-                    self._parameters.left_scaled = request.are_scaled
-                    deferred = DeferredClip(self._norm(scale.device)[0], tensors, request, self._parameters)
-                    # The devices, whose flags are the verdict's.
-                    devices = {device: constant(0.0, device) for device, _ in tensors}
-                    return Findings(0, None, len(tensors) > 0, request.are_scaled, devices, deferred=deferred)
-                if is_plain and number is not None and all(device == CPU for device, _ in tensors):
-                    return self._unscale_on_cpu(number)
+                self._require_whole()
+                findings = self._clip_by_number(scale, number, may_be_below_one)
+                if findings is not None:
+                    return findings
                 divisor, norm = self._clip_divisor(scale, request.max_norm, flags)
-            if request.divides:
-                self.is_touched, self._parameters.left_scaled = True, False
             if not request.divides:
-                if norm is None or self._parameters.meshes:
-                    flag_nonfinite(tensors, flags)
-                if may_be_below_one and request.are_scaled:
-                    # An optimizer's kernel divides without judging the result.
-                    flag_quotients(tensors, divisor, flags)
-            elif is_one and norm is None:
-                flag_nonfinite(tensors, flags)
+                self._judge_scaled(divisor, flags, has_norm=norm is not None, may_be_below_one=may_be_below_one)
             else:
-                factor = _inverse_of_number(number) if number is not None and norm is None else inverse_of(divisor)
-                if norm is not None and request.are_scaled:
-                    factor = factor.float()
-                # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
-                flagged = norm is not None and not may_be_below_one and not self._parameters.meshes
-                unscale_in_place(tensors, factor, flags, again=may_be_below_one, flagged=flagged)
+                self.is_touched, self._parameters.left_scaled = True, False
+                if is_one and norm is None:
+                    flag_nonfinite(tensors, flags)
+                else:
+                    self._divide(divisor, flags, has_norm=norm is not None, may_be_below_one=may_be_below_one)
             if self._uncoalesced:
                 flag_sums(self._uncoalesced, flags)
             count = count_nonfinite(flags, tensors)
@@ -189,6 +173,37 @@ class TensorGradients:
         nonfinite = combine_flags(flags, scale.device) if count is None else count
         is_scaled = request.are_scaled and not request.divides
         return Findings(nonfinite, norm, bool(tensors), is_scaled, flags, number, None if divisor is scale else divisor)
+
+    def _clip_by_number(self, scale: Tensor, number: float | None, may_be_below_one: bool) -> Findings | None:
+        """Divide and clip by a norm that the host has, or reads with the verdict; None if a device has to use it."""
+        request, tensors, parameters = self._request, self._tensors, self._parameters
+        if not request.divides or request.exchange is not None or parameters.meshes:
+            return None
+        if number is not None:
+            return self._unscale_on_cpu(number) if all(device == CPU for device, _ in tensors) else None
+        if may_be_below_one or not request.is_read:
+            return None
+        parameters.left_scaled = request.are_scaled
+        deferred = DeferredClip(self._norm(scale.device)[0], tensors, request, parameters)
+        # The devices, whose flags are the verdict's.
+        devices = {device: constant(0.0, device) for device, _ in tensors}
+        return Findings(0, None, len(tensors) > 0, request.are_scaled, devices, deferred=deferred)
+
+    def _judge_scaled(self, divisor: Tensor, flags: Flags, *, has_norm: bool, may_be_below_one: bool) -> None:
+        """Set the flags for gradients that the optimizer divides, whose kernel does not judge the quotients."""
+        if not has_norm or self._parameters.meshes:
+            flag_nonfinite(self._tensors, flags)
+        if may_be_below_one and self._request.are_scaled:
+            flag_quotients(self._tensors, divisor, flags)
+
+    def _divide(self, divisor: Tensor, flags: Flags, *, has_norm: bool, may_be_below_one: bool) -> None:
+        """Divide gradients and set the flags."""
+        factor = inverse_of(divisor)
+        if has_norm and self._request.are_scaled:
+            factor = factor.float()
+        # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
+        flagged = has_norm and not may_be_below_one and not self._parameters.meshes
+        unscale_in_place(self._tensors, factor, flags, again=may_be_below_one, flagged=flagged)
 
     def _unscale_on_cpu(self, scale: float) -> Findings:
         """Judge them by numbers, and unscale and clip them, at once or in a step that is not skipped."""
@@ -323,17 +338,6 @@ def groups_over(meshes: Sequence[DeviceMesh], timeout: float) -> Sequence[TorchC
     return [TorchCollectives(mesh, timeout) for mesh in meshes]
 
 
-def forbid_meta(groups: Groups) -> None:
-    """Raise InvalidTypeError for tensors of the meta device, which have no values to judge."""
-    for (device, dtype), tensors in groups.items():
-        if device.type == "meta":
-            msg = (
-                f"gradients must have values, got {len(tensors)} of {dtype} on torch's meta device: materialize the "
-                f"model (model.to_empty(device=...)) and load its weights first"
-            )
-            raise InvalidTypeError(msg)
-
-
 def _collect(parameters: Parameters, *, allow_fp16: bool, has_norm: bool) -> tuple[Groups, Sequence[Tensor]]:
     """Return the tensors of floating gradients, and sparse ones with duplicate indices: a host read on a device."""
     tensors = [gradient for parameter in parameters.lists.unique if (gradient := parameter.grad) is not None]
@@ -341,35 +345,47 @@ def _collect(parameters: Parameters, *, allow_fp16: bool, has_norm: bool) -> tup
         # One tensor may be the gradient of two parameters.
         tensors = list({id(gradient): gradient for gradient in tensors}.values())
     # Thousands of plain gradients are recognised by their few types and layouts; dense float32 ones of the CPU at once.
-    is_plain = set(map(type, tensors)) <= {Tensor}
-    if is_plain and tensors and all(map(torch.FloatTensor.__instancecheck__, tensors)):
-        return {(CPU, torch.float32): tensors}, ()
-    if is_plain and {one.layout for one in tensors} <= {torch.strided}:
-        groups = group_tensors(tensors)
-        dtypes = {dtype for _, dtype in groups}
-        if all(dtype.is_floating_point for dtype in dtypes):
-            _check_dtypes(dtypes, allow_fp16)
-            forbid_meta(groups)
-            return groups, ()
-    owners = {id(one.grad): one for one in reversed(parameters.lists.unique) if one.grad is not None}
-    _check_dtypes({one.grad.dtype for one in owners.values() if one.grad is not None}, allow_fp16)
-    views, uncoalesced = [], []
-    for parameter in reversed(owners.values()):
-        grad = parameter.grad
-        if grad.layout == torch.sparse_coo and not grad.is_coalesced():
-            if has_norm or grad.dtype is torch.float16:
-                # Only sums have a norm; and the optimizer would sum in float16, where they overflow easily.
-                is_half = grad.dtype is torch.float16
-                total = grad.to(torch.float32 if is_half else grad.dtype).coalesce().to(grad.dtype)
-                for one in parameters.lists.unique:
-                    if one.grad is grad:
-                        one.grad = total
-            else:
-                uncoalesced.append(grad)
-        views.append(kernel_view(parameter.grad))
-    groups = group_tensors(views)
-    forbid_meta(groups)
-    return groups, uncoalesced
+    if set(map(type, tensors)) <= {Tensor}:
+        if tensors and all(map(torch.FloatTensor.__instancecheck__, tensors)):
+            return {(CPU, torch.float32): tensors}, ()
+        if {one.layout for one in tensors} <= {torch.strided}:
+            groups = group_tensors(tensors)
+            dtypes = {dtype for _, dtype in groups}
+            if all(dtype.is_floating_point for dtype in dtypes):
+                _check_dtypes(dtypes, allow_fp16)
+                return groups, ()
+    _check_dtypes({one.dtype for one in tensors}, allow_fp16)
+    return _sparse_or_wrapped(tensors, parameters, has_norm)
+
+
+def _sparse_or_wrapped(
+    tensors: list[Tensor], parameters: Parameters, has_norm: bool
+) -> tuple[Groups, Sequence[Tensor]]:
+    """Return the tensors of gradients that may be sparse, complex, or parts of DTensors; and those with duplicates."""
+    # The optimizer sums duplicates in their own dtype: float16 overflows easily. And only sums have a norm.
+    summed = [_summed(one, parameters) if has_norm or one.dtype is torch.float16 else one for one in tensors]
+    return group_tensors(map(kernel_view, summed)), list(filter(_has_duplicates, summed))
+
+
+def _has_duplicates(gradient: Tensor) -> bool:
+    return gradient.layout == torch.sparse_coo and not gradient.is_coalesced()
+
+
+def _summed(gradient: Tensor, parameters: Parameters) -> Tensor:
+    """Return a gradient without duplicate indices, which its parameters then have; float16 is summed in float32."""
+    if not _has_duplicates(gradient):
+        return gradient
+    total = _coalesced(gradient)
+    for one in parameters.lists.unique:
+        if one.grad is gradient:
+            one.grad = total
+    return total
+
+
+def _coalesced(tensor: Tensor) -> Tensor:
+    """Return a sparse tensor without duplicate indices; float16 is summed in float32."""
+    wide = tensor.float() if tensor.dtype is torch.float16 else tensor
+    return wide.coalesce().to(tensor.dtype)
 
 
 def _check_dtypes(dtypes: set[torch.dtype], allow_fp16: bool) -> None:
@@ -416,10 +432,8 @@ def values_of(gradient: Tensor) -> Tensor | None:
         local = local_tensor(gradient.detach())
         if hasattr(local, "__tensor_flatten__"):
             return _inner_values(local)
-        if local.layout == torch.sparse_coo and not local.is_coalesced():
-            # float16 is summed in float32, as it is when it is unscaled.
-            wide = local.to(torch.float32) if local.dtype is torch.float16 else local
-            local = wide.coalesce().to(local.dtype)
+        if _has_duplicates(local):
+            local = _coalesced(local)
         if local.layout == torch.strided:
             return local
         return local.values()
@@ -444,12 +458,19 @@ def _is_counted_here(gradient: Any) -> bool:
 # The kernels.
 
 
-def group_tensors(tensors: Sequence[Tensor]) -> Groups:
-    """Return tensors by device and dtype."""
-    if not tensors:
-        return {}
-    grouped = _group_tensors_by_device_and_dtype([list(tensors)])
-    return {key: lists[0] for key, (lists, _) in grouped.items()}  # type: ignore[misc]
+def group_tensors(tensors: Iterable[Tensor]) -> Groups:
+    """Return tensors by device and dtype; InvalidTypeError for those of the meta device, which have no values."""
+    listed: list[Tensor | None] = list(tensors)
+    grouped = _group_tensors_by_device_and_dtype([listed]) if listed else {}
+    groups: Groups = {key: lists[0] for key, (lists, _) in grouped.items()}  # type: ignore[misc]
+    for (device, dtype), same in groups.items():
+        if device.type == "meta":
+            msg = (
+                f"gradients must have values, got {len(same)} of {dtype} on torch's meta device: materialize the "
+                f"model (model.to_empty(device=...)) and load its weights first"
+            )
+            raise InvalidTypeError(msg)
+    return groups
 
 
 def inverse_of(divisor: Tensor) -> Tensor:
@@ -457,11 +478,6 @@ def inverse_of(divisor: Tensor) -> Tensor:
     if divisor.device.type in _INEXACT:
         return divisor.double().reciprocal().to(divisor.dtype)
     return divisor.reciprocal()
-
-
-@functools.lru_cache(maxsize=64)
-def _inverse_of_number(scale: float) -> Tensor:
-    return torch.tensor(scale, dtype=torch.float32, device=CPU).reciprocal()
 
 
 def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, again: bool, flagged: bool = False) -> None:
@@ -622,22 +638,17 @@ def count_nonfinite(flags: Flags, groups: Groups) -> int | None:
 
 def norm_of(groups: Groups, target: torch.device) -> Tensor:
     """Return the 2-norm of all tensors together, 0-d, in float64 where there is that."""
-    norms = [
-        to_device(_norm_of_one_kind(device, one), target, dtype=_widest(target)) for (device, _), one in groups.items()
-    ]
-    if len(norms) == 1:
-        return norms[0]
-    zero = torch.zeros((), dtype=_widest(target), device=target)
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else zero
-
-
-def _norm_of_one_kind(device: torch.device, tensors: list[Tensor]) -> Tensor:
-    if device == CPU:
-        return torch.tensor(norm_on_cpu({(CPU, tensors[0].dtype): tensors}), dtype=torch.float64, device=CPU)
-    norm: Tensor = torch.linalg.vector_norm(
-        torch.stack(torch._foreach_norm(_computable(tensors), 2, dtype=_widest(device)))
-    )
-    return norm
+    norms = []
+    for (device, dtype), tensors in groups.items():
+        if device == CPU:
+            norm = torch.tensor(norm_on_cpu({(CPU, dtype): tensors}), dtype=torch.float64, device=CPU)
+        else:
+            each = torch._foreach_norm(_computable(tensors), 2, dtype=_widest(device))
+            norm = torch.linalg.vector_norm(torch.stack(each))
+        norms.append(to_device(norm, target, dtype=_widest(target)))
+    if not norms:
+        return torch.zeros((), dtype=_widest(target), device=target)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _widest(device: torch.device) -> torch.dtype:
