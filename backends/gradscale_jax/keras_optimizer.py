@@ -92,16 +92,11 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
 
         If a gradient holds an inf or NaN, all weights and the inner optimizer's variables stay.
         """
-        inner = self.inner_optimizer
-        with keras.StatelessScope(list(zip(self.variables, optimizer_variables, strict=True))) as scope:
-            unscaled, nonfinite = trees.unscale(list(grads), self.scale_state)
-            now = list(trainable_variables), [variable.value for variable in inner.variables]
-            stepped = inner.stateless_apply(now[1], unscaled, now[0])
-            weights, values = trees.select(nonfinite == 0, tuple(map(list, stepped)), now)
-            state = self.policy.update(self.scale_state, nonfinite=nonfinite)
-            for variable, value in zip([*self.fields, *inner.variables], [*state, *values], strict=True):
-                variable.assign(value)
-        return weights, [scope.get_current_value(variable) for variable in self.variables]
+        weights = self._trainable_variables
+        values = zip([*weights, *self.variables], [*trainable_variables, *optimizer_variables], strict=True)
+        with keras.StatelessScope(list(values)) as scope:
+            self.apply(grads, weights)
+        return list(map(scope.get_current_value, weights)), list(map(scope.get_current_value, self.variables))
 
     def apply(self, grads: Sequence[jax.Array | None], trainable_variables: Sequence[Any] | None = None) -> None:
         """Step outside of a compiled step, as :meth:`stateless_apply` does; InvalidValueError without variables."""
@@ -110,13 +105,14 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
             raise InvalidValueError(msg)
         if not self.built:
             self.build(trainable_variables)
-        # Keras allows any of the variables, in any order.
-        self._check_variables_are_known(trainable_variables)
-        grad_by_id = {id(variable): grad for grad, variable in zip(grads, trainable_variables, strict=True)}
-        weights = self._trainable_variables
-        before = [[variable.value for variable in those] for those in (self.variables, weights)]
-        after = self.stateless_apply(before[0], [grad_by_id.get(id(weight)) for weight in weights], before[1])
-        for variable, value in zip([*weights, *self.variables], [*after[0], *after[1]], strict=True):
+        unscaled, nonfinite = trees.unscale(list(grads), self.scale_state)
+        changing = [*trainable_variables, *self.inner_optimizer.variables]
+        before = [variable.value for variable in changing]
+        with keras.StatelessScope(list(zip(changing, before, strict=True))) as scope:
+            self.inner_optimizer.apply(unscaled, trainable_variables)
+        after = trees.select(nonfinite == 0, list(map(scope.get_current_value, changing)), before)
+        state = self.policy.update(self.scale_state, nonfinite=nonfinite)
+        for variable, value in zip([*self.fields, *changing], [*state, *after], strict=True):
             variable.assign(value)
 
     def get_config(self) -> dict[str, object]:
