@@ -18,7 +18,7 @@ from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32
 from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 from gradscale_torch import devices, gradients
-from gradscale_torch.devices import CPU, Flags, TensorRead, combine_flags, forbid_capture, is_capturing, to_device
+from gradscale_torch.devices import CPU, Flags, TensorRead, forbid_capture, is_capturing, to_device
 from gradscale_torch.groups import TorchCollectives
 from gradscale_torch.snapshot import TensorSnapshot
 from gradscale_torch.stepping import stepping
@@ -145,20 +145,7 @@ class TorchBackend(Backend):
             for grad, target in zip(grads, out, strict=True):
                 if grad is not target:
                     target.copy_(grad)
-            flags: Flags = {}
-            tensors = gradients.group_tensors([gradients.kernel_view(target) for target in out])
-            # Reading the scale of a device would be a host read; judging twice is none. 0 is its lower bound.
-            least = state.scale.item() if state.scale.is_cpu else float(isinstance(state, arithmetic.UnitState))
-            if least == 1.0:
-                gradients.flag_nonfinite(tensors, flags)
-            else:
-                gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, again=least < 1.0)
-            sparse = [one for one in out if one.layout == torch.sparse_coo]
-            gradients.flag_sums([one for one in sparse if not one.is_coalesced()], flags)
-            count, target = gradients.count_nonfinite(flags, tensors), state.scale.device
-            if count is None:
-                return out, combine_flags(flags, target).to(torch.int32)
-            return out, torch.full((), count, dtype=torch.int32, device=target)
+            return out, _unscale_in_place(out, state)
 
     def values_of(self, x: Array) -> Array | None:
         """Return the dense tensor of a gradient's values on this rank. A loss may be of another library."""
@@ -210,12 +197,11 @@ class ScalerBackend(TorchBackend):
     ) -> ScaleState:
         """Return the state after a step, by torch's kernel if that has the rule."""
         scale, tracker = state[:2]
-        if not scale.is_cpu and is_capturing(scale.device):
-            self.is_replayed = True
+        self.is_replayed |= is_capturing(scale.device)
         if keeps_scale is not None or type(policy) is not DynamicScale or not is_torchs(policy, "min_scale"):
             return self.write_into(state, super().adapt(policy, state, nonfinite, keeps_scale))
-        fits = not self.is_replayed and self._fitting[0] is policy and self._fitting[1] is tracker
-        if not fits or (scale.is_cpu and tracker.item() >= policy.growth_interval):
+        fits = self._fitting[0] is policy and self._fitting[1] is tracker
+        if scale.is_cpu or self.is_replayed or not fits:
             # The kernel grows at the interval alone, which a setting or a load may have left behind.
             tracker.clamp_(max=policy.growth_interval - 1)
             self._fitting = policy, tracker
@@ -227,8 +213,7 @@ class ScalerBackend(TorchBackend):
             growth, backoff = round_to_float32(growth), round_to_float32(backoff)
         torch._amp_update_scale_(scale, tracker, nonfinite.float(), growth, backoff, policy.growth_interval)
         # Replays lower it without the host's knowledge.
-        lowest = scale.item() if scale.is_cpu else 0.0 if self.is_replayed else least
-        if lowest < policy.min_scale:
+        if scale.is_cpu or self.is_replayed or least < policy.min_scale:
             # The kernel goes on into the subnormals, and to 0.
             scale.clamp_(min=policy.min_scale)
         return ScaleState(*state)
@@ -257,13 +242,28 @@ class ScalerBackend(TorchBackend):
             scaled.append(product.to(tensor.dtype) if self._settings.is_sharded else product)
         return scaled
 
-    def map_outputs(self, outputs: object, namespace_for: object, multiply: _Multiply) -> object:  # noqa: ARG002
+    def map_outputs(self, outputs: object, namespace_for: object, multiply: _Multiply) -> object:
         """Return outputs with every tensor multiplied; in place of torch's scalers one by one.
 
         Lists, tuples, named tuples and dicts keep their kinds; any other iterable as an iterator, as torch has it, so
         that an unconsumed one scales nothing.
         """
-        return multiply((outputs,))[0] if isinstance(outputs, Tensor) else _mapped(outputs, multiply)
+
+        def mapped(node: object) -> object:
+            return self.map_outputs(node, namespace_for, multiply)
+
+        if isinstance(outputs, Tensor):
+            return multiply((outputs,))[0]
+        if not _is_leaf(outputs):
+            leaves, rebuild = tree.flatten(outputs, _is_leaf)
+            return rebuild(list(map(mapped, leaves)))
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
+            return map(mapped, outputs)
+        msg = (
+            f"outputs must be a Tensor or an iterable of Tensors, got {short_repr(outputs)} of type "
+            f"{type(outputs).__name__}"
+        )
+        raise InvalidValueError(msg)
 
     def collect(self, optimizer: Any, cache: ParameterCache, request: Request) -> Collected:
         """Return an optimizer's gradients."""
@@ -299,27 +299,34 @@ def is_torchs(policy: DynamicScale, *others: str) -> bool:
     return policy == DynamicScale(**{name: getattr(policy, name) for name in names})
 
 
-def _mapped(outputs: object, multiply: _Multiply) -> object:
-    leaves, rebuild = tree.flatten(outputs, _is_leaf)
-    return rebuild([_scaled(leaf, multiply) for leaf in leaves])
-
-
 def _is_leaf(node: object) -> bool:
     return isinstance(node, Tensor) or not isinstance(node, (list, tuple, Mapping))
 
 
-def _scaled(leaf: object, multiply: _Multiply) -> object:
-    if isinstance(leaf, Tensor):
-        return multiply((leaf,))[0]
-    if isinstance(leaf, Iterable) and not isinstance(leaf, (str, bytes)):
-        return (_mapped(value, multiply) for value in leaf)
-    msg = f"outputs must be a Tensor or an iterable of Tensors, got {short_repr(leaf)} of type {type(leaf).__name__}"
-    raise InvalidValueError(msg)
+def _unscale_in_place(tensors: Sequence[Tensor], state: ScaleState) -> Tensor:
+    """Divide tensors and return how many are not finite, 0-d int32; on a device 1 for any number."""
+    flags: Flags = {}
+    groups, scale = gradients.group_tensors(map(gradients.kernel_view, tensors)), state.scale
+    # Reading the scale of a device would be a host read; judging twice is none. 0 is its lower bound.
+    least = scale.item() if scale.is_cpu else float(isinstance(state, arithmetic.UnitState))
+    if least == 1.0:
+        gradients.flag_nonfinite(groups, flags)
+    else:
+        gradients.unscale_in_place(groups, gradients.inverse_of(scale), flags, again=least < 1.0)
+    gradients.flag_sums(filter(gradients.has_duplicates, tensors), flags)
+    count = gradients.count_nonfinite(flags, groups, scale.device)
+    if isinstance(count, int):
+        return torch.full((), count, dtype=torch.int32, device=scale.device)
+    return count.to(torch.int32)
 
 
 def _require_disjoint(grads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Raise SharedMemoryError for strided tensors to be written that share memory, in themselves or with others."""
-    plain = {number: one for number, one in numbered(grads, out).items() if type(one) in _PLAIN and _has_memory(one)}
+    plain = {
+        number: one
+        for number, one in numbered(grads, out).items()
+        if type(one) in _PLAIN and one.layout == torch.strided and one.device.type != "meta" and one.numel() > 0
+    }
     spans: dict[int | None, list[tuple[Span, int]]] = {}
     for number, one in plain.items():
         if number < len(out) and not one.is_contiguous() and overlaps_itself(one.shape, one.stride()):
@@ -329,10 +336,6 @@ def _require_disjoint(grads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         spans.setdefault(memory, []).append((_span(one), number))
     for entries in spans.values():
         require_disjoint(entries, lambda one, other: _share_memory(plain[one], plain[other]), len(out))
-
-
-def _has_memory(x: Tensor) -> bool:
-    return x.layout == torch.strided and x.device.type != "meta" and x.numel() > 0
 
 
 def _span(x: Tensor) -> Span:

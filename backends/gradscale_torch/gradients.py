@@ -168,9 +168,8 @@ class TensorGradients:
                     self._divide(divisor, flags, has_norm=norm is not None, may_be_below_one=may_be_below_one)
             if self._uncoalesced:
                 flag_sums(self._uncoalesced, flags)
-            count = count_nonfinite(flags, tensors)
+            nonfinite = count_nonfinite(flags, tensors, scale.device)
         # A fused optimizer must not divide again what is unscaled.
-        nonfinite = combine_flags(flags, scale.device) if count is None else count
         is_scaled = request.are_scaled and not request.divides
         return Findings(nonfinite, norm, bool(tensors), is_scaled, flags, number, None if divisor is scale else divisor)
 
@@ -219,7 +218,7 @@ class TensorGradients:
             clip.finish()
         if scale < 1.0:
             flag_nonfinite(tensors, flags)
-        count, returned = count_nonfinite(flags, tensors), norm if request.is_read else torch.tensor(norm)
+        count, returned = count_nonfinite(flags, tensors, CPU), norm if request.is_read else torch.tensor(norm)
         is_scaled, deferred = is_later and request.are_scaled, clip if is_later else None
         return Findings(count, returned, len(tensors) > 0, is_scaled, flags, scale, deferred=deferred)
 
@@ -364,16 +363,17 @@ def _sparse_or_wrapped(
     """Return the tensors of gradients that may be sparse, complex, or parts of DTensors; and those with duplicates."""
     # The optimizer sums duplicates in their own dtype: float16 overflows easily. And only sums have a norm.
     summed = [_summed(one, parameters) if has_norm or one.dtype is torch.float16 else one for one in tensors]
-    return group_tensors(map(kernel_view, summed)), list(filter(_has_duplicates, summed))
+    return group_tensors(map(kernel_view, summed)), list(filter(has_duplicates, summed))
 
 
-def _has_duplicates(gradient: Tensor) -> bool:
+def has_duplicates(gradient: Tensor) -> bool:
+    """Tell whether a sparse gradient may hold several values for one index."""
     return gradient.layout == torch.sparse_coo and not gradient.is_coalesced()
 
 
 def _summed(gradient: Tensor, parameters: Parameters) -> Tensor:
     """Return a gradient without duplicate indices, which its parameters then have; float16 is summed in float32."""
-    if not _has_duplicates(gradient):
+    if not has_duplicates(gradient):
         return gradient
     total = _coalesced(gradient)
     for one in parameters.lists.unique:
@@ -432,7 +432,7 @@ def values_of(gradient: Tensor) -> Tensor | None:
         local = local_tensor(gradient.detach())
         if hasattr(local, "__tensor_flatten__"):
             return _inner_values(local)
-        if _has_duplicates(local):
+        if has_duplicates(local):
             local = _coalesced(local)
         if local.layout == torch.strided:
             return local
@@ -499,7 +499,7 @@ def flag_nonfinite(groups: Groups, flags: Flags) -> None:
         _apply(device, tensors, flags)
 
 
-def flag_sums(uncoalesced: Sequence[Tensor], flags: Flags) -> None:
+def flag_sums(uncoalesced: Iterable[Tensor], flags: Flags) -> None:
     """Set the flags of devices with a sparse tensor whose duplicates, as an optimizer sums them, are not finite."""
     flag_nonfinite(group_tensors([kernel_view(one.coalesce()) for one in uncoalesced]), flags)
 
@@ -622,14 +622,11 @@ def overlap(index: int, tensor: Tensor) -> SharedMemoryError:
     return aliasing.overlap(index, tuple(tensor.shape), tensor.stride(), copy)
 
 
-def count_nonfinite(flags: Flags, groups: Groups) -> int | None:
-    """Return how many gradients are not finite; None unless all of them are the CPU's."""
-    is_bad = False
-    for flag in flags.values():
-        if not flag.is_cpu:
-            return None
-        is_bad = is_bad or flag.item() != 0
-    if not is_bad:
+def count_nonfinite(flags: Flags, groups: Groups, target: torch.device) -> Tensor | int:
+    """Return how many gradients are not finite; of those on a device, 1 for any number, 0-d float32 on ``target``."""
+    if not all(map(is_on_cpu, flags.values())):
+        return combine_flags(flags, target)
+    if not any(map(Tensor.item, flags.values())):
         return 0
     # Duplicates of a sparse gradient may be finite one by one.
     every = [one for tensors in groups.values() for one in _computable(tensors)]
