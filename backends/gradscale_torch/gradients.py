@@ -291,18 +291,14 @@ def require_norm(optimizer: Optimizer, cache: ParameterCache) -> tuple[DeviceMes
     return meshes
 
 
-def _lists_of(optimizer: Optimizer) -> gradients.ParameterLists:
-    if not hasattr(optimizer, "param_groups"):
-        raise gradients.no_optimizer(optimizer, "param_groups, dicts with a list of 'params'")
-    return gradients.ParameterLists(parameters for _, parameters in gradients.parameter_lists(optimizer))
-
-
 def _parameters_of(optimizer: Optimizer, cache: ParameterCache) -> Parameters:
     """Return an optimizer's parameters, from the cache if they are the same."""
     cached: Parameters | None = cache.get(id(optimizer))
     if cached is not None and cached.lists.are_those_of(optimizer):
         return cached
-    lists = _lists_of(optimizer)
+    if not hasattr(optimizer, "param_groups"):
+        raise gradients.no_optimizer(optimizer, "param_groups, dicts with a list of 'params'")
+    lists = gradients.ParameterLists(params for _, params in gradients.parameter_lists(optimizer))
     for parameter in lists.unique:
         if not isinstance(parameter, Tensor):
             msg = (

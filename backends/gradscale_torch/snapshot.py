@@ -33,23 +33,17 @@ class TensorSnapshot:
     takes_flags = True
 
     def __init__(self, wanted: Sequence[object]) -> None:
-        self._wanted, modules = wanted, list[torch.nn.Module]()
+        self._wanted, self._tensors, modules = wanted, list[Tensor](), list[torch.nn.Module]()
         for each in wanted:
             if isinstance(each, torch.nn.Module):
                 modules += [module for module in each.modules() if module._buffers]
-            elif not isinstance(each, Tensor):
+            elif isinstance(each, Tensor):
+                self._tensors.append(each)
+            else:
                 msg = f"{HOLDABLE}, got {short_repr(each)}"
                 raise InvalidTypeError(msg)
-        self._tensors = [each for each in wanted if isinstance(each, Tensor)]
         self._modules = list(dict.fromkeys(modules))
-        if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
-            msg = f"{HOLDABLE}, got {short_repr(wanted)} with a ScriptModule, which says nothing of what it loads"
-            raise InvalidTypeError(msg)
-        for tensor in self._current().values():
-            is_there = tensor.layout == torch.strided and not (tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
-            if not is_there or tensor.is_inference() or (0 in tensor.stride() and not tensor.is_contiguous()):
-                msg = f"{HOLDABLE}, got a tensor that has no values to write, or shares them: {short_repr(tensor)}"
-                raise InvalidTypeError(msg)
+        self._require_writable()
         self._pairs: dict[_Slot, tuple[Tensor, Tensor]] = {}
         self._groups: list[_Group] = []
         self._follow()
@@ -57,6 +51,17 @@ class TensorSnapshot:
             if module not in _snapshots:
                 module.register_load_state_dict_post_hook(_copy_loaded)  # type: ignore[no-untyped-call]
             _snapshots.setdefault(module, weakref.WeakSet()).add(self)
+
+    def _require_writable(self) -> None:
+        """Raise InvalidTypeError for tensors that cannot be written back, and for modules that do not say so."""
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
+            msg = f"{HOLDABLE}, got {short_repr(self._wanted)} with a ScriptModule, which says nothing of what it loads"
+            raise InvalidTypeError(msg)
+        for tensor in self._current().values():
+            is_there = tensor.layout == torch.strided and not (tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
+            if not is_there or tensor.is_inference() or (0 in tensor.stride() and not tensor.is_contiguous()):
+                msg = f"{HOLDABLE}, got a tensor that has no values to write, or shares them: {short_repr(tensor)}"
+                raise InvalidTypeError(msg)
 
     def _current(self) -> dict[_Slot, Tensor]:
         """Return the present tensors, of which a framework may have replaced some. Other buffers are constants."""
@@ -73,14 +78,13 @@ class TensorSnapshot:
         """Give the copies the device and dtype of the present tensors; the copy of a new tensor is its value."""
         current, old = self._current(), self._pairs
         if current.keys() == old.keys() and all(
-            one is old[slot][0] and (one.dtype, one.device) == (old[slot][1].dtype, old[slot][1].device)
-            for slot, one in current.items()
+            one is old[slot][0] and _kind(one) == _kind(old[slot][1]) for slot, one in current.items()
         ):
             return
         self._groups, self._pairs = [], {}
         kinds: dict[object, dict[_Slot, Tensor]] = {}
         for slot, tensor in current.items():
-            kinds.setdefault((tensor.device, tensor.dtype), {})[slot] = tensor
+            kinds.setdefault(_kind(tensor), {})[slot] = tensor
         for kind in kinds.values():
             tensors = [*map(local_tensor, kind.values())]
             flat = torch.cat([each.reshape(-1) for each in tensors])
@@ -125,12 +129,9 @@ class TensorSnapshot:
             new = current.get(slot)
             if new is old or not isinstance(owner, torch.nn.Module):
                 continue
-            if new is not None and copy is not None:
-                is_like = new.shape == copy.shape, (new.dtype, new.device) == (copy.dtype, copy.device)
-                if is_like == (True, False):
-                    # The module was converted or moved.
-                    continue
-            owner._buffers[name] = old
+            # A module that was converted or moved keeps what it has.
+            if new is None or copy is None or new.shape != copy.shape or _kind(new) == _kind(copy):
+                owner._buffers[name] = old
 
     @torch.no_grad()
     def keep(self, module: torch.nn.Module) -> None:
@@ -139,6 +140,10 @@ class TensorSnapshot:
         for (owner, _), (tensor, copy) in self._pairs.items():
             if owner is module:
                 copy.copy_(tensor)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, tensor.dtype
 
 
 _snapshots: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[TensorSnapshot]] = weakref.WeakKeyDictionary()

@@ -365,20 +365,23 @@ def library_name(xp: Namespace) -> str:
 def lacks(like: Array) -> dict[str, list[str]]:
     """Return by kind the functions, dtypes and members of arrays that a library lacks of those that the core needs."""
     xp = array_namespace(like)
-    functions = [name for name in STANDARD_FUNCTIONS if not hasattr(xp, name)]
+    functions, dtypes = _missing(xp, STANDARD_FUNCTIONS), _missing(xp, STANDARD_DTYPES)
     if not functions:
         try:
             xp.__array_namespace_info__()
         except RuntimeError:
             # A library that is set to an older standard, and says so where it is called.
             functions.append("__array_namespace_info__")
-    dtypes = [name for name in STANDARD_DTYPES if name != "float64" and not hasattr(xp, name)]
-    members = [name for name in STANDARD_MEMBERS if name not in ("device", "to_device") and not hasattr(like, name)]
+    members = _missing(like, STANDARD_MEMBERS)
     if "__int__" in members and (hasattr(like, "compute") or hasattr(like, "tolist")):
         # Backend.read gets the values otherwise.
         members.remove("__int__")
     missing = {"functions": functions, "dtypes": dtypes, "members of arrays": members}
     return {kind: names for kind, names in missing.items() if names}
+
+
+def _missing(owner: object, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in ("float64", "device", "to_device") and not hasattr(owner, name)]
 
 
 def as_0d_array(xp: Namespace, x: Array) -> Array:

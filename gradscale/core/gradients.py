@@ -178,29 +178,31 @@ class Gradients:
         if backend.forbid_tracing is not None:
             backend.forbid_tracing("unscale_()")
         chosen = floating_leaves(self._leaves, current.xp, what=self._what, takes_integers=False)
-        max_norm, dtype, norm = self._request.max_norm, self._master_dtype, None
         state = UnitState(*state) if current.is_static and current.is_one(state) else state
-        out = chosen if dtype is None else None
-        narrow: set[str] = set()
-        if dtype is None and self._request.are_scaled and not isinstance(state, UnitState):
-            # The range of bfloat16 is that of float32.
-            halves = {str(x.dtype) for x in {x.dtype: x for x in chosen}.values() if kind_of(x) is Kind.HALF}
-            narrow = {name for name in halves if "bfloat16" not in name}
+        is_divided = not isinstance(state, UnitState)
+        keeps_dtype = self._master_dtype is None
+        narrow = _narrow_dtypes(chosen) if keeps_dtype and is_divided and self._request.are_scaled else ""
         self.is_touched = True
+        unscaled, nonfinite, norm = self._unscaled(backend, chosen, state)
+        count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
+        if is_divided or norm is not None or not keeps_dtype:
+            self._assign({} if unscaled is chosen else dict(zip(map(id, chosen), unscaled, strict=True)))
+        return Findings(count, norm, len(chosen) > 0, scale=scale, narrow=narrow)
+
+    def _unscaled(
+        self, backend: Backend, arrays: Sequence[Array], state: ScaleState
+    ) -> tuple[Sequence[Array], Array, Array | None]:
+        """Divide arrays and clip them; return them, how many are not finite, and the norm if they were clipped."""
+        max_norm, dtype = self._request.max_norm, self._master_dtype
+        out = arrays if dtype is None else None
         try:
             if max_norm is None:
-                unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=out)
-            else:
-                unscaled, nonfinite, squares = backend.unscale_with_squares(chosen, state, dtype=dtype, out=out)
+                return *backend.unscale(arrays, state, dtype=dtype, out=out), None
+            unscaled, nonfinite, squares = backend.unscale_with_squares(arrays, state, dtype=dtype, out=out)
         except (InvalidTypeError, InvalidValueError):
             self.is_touched = False
             raise
-        if max_norm is not None:
-            unscaled, nonfinite, norm = self._clip(backend, unscaled, nonfinite, squares, max_norm)
-        count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
-        if dtype is not None or max_norm is not None or not isinstance(state, UnitState):
-            self._assign({} if unscaled is chosen else dict(zip(map(id, chosen), unscaled, strict=True)))
-        return Findings(count, norm, len(chosen) > 0, scale=scale, narrow=", ".join(sorted(narrow)))
+        return self._clip(backend, unscaled, nonfinite, squares, max_norm)
 
     def _clip(
         self, backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, max_norm: float
@@ -218,6 +220,13 @@ class Gradients:
                 overflows = array_namespace(overflows).zeros_like(overflows)
         xp = array_namespace(nonfinite)
         return backend.multiply_in_place(arrays, factor), as_0d_array(xp, xp.maximum(nonfinite, overflows)), norm
+
+
+def _narrow_dtypes(arrays: Sequence[Array]) -> str:
+    """Return the names of the half-precision dtypes of arrays; bfloat16 has the range of float32."""
+    by_dtype = {x.dtype: x for x in arrays}
+    halves = {str(x.dtype) for x in by_dtype.values() if kind_of(x) is Kind.HALF and "bfloat16" not in str(x.dtype)}
+    return ", ".join(sorted(halves))
 
 
 class UserNorm:
