@@ -10,7 +10,8 @@ from cupy.cuda import runtime
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
+from gradscale.core.validation import wrong_type
+from gradscale.errors import BackendError, InvalidValueError
 from gradscale.waiting import DeviceCollectives, GroupWait
 from gradscale_cupy.availability import explained, forbid_capture, nccl_module, require_nccl
 
@@ -131,11 +132,8 @@ def _communicator(group: object) -> cupy.cuda.nccl.NcclCommunicator:
     for candidate in (group, getattr(group, "_comm", None)):
         if isinstance(candidate, nccl.NcclCommunicator):
             return candidate
-    msg = (
-        f"group must be a cupy.cuda.nccl.NcclCommunicator or a cupyx.distributed.NCCLBackend that holds one, got "
-        f"{group!r} of type {type(group).__name__}"
-    )
-    raise InvalidTypeError(msg)
+    expected = "a cupy.cuda.nccl.NcclCommunicator or a cupyx.distributed.NCCLBackend that holds one"
+    raise wrong_type(group, "group", expected)
 
 
 def _described(error: Exception) -> str:

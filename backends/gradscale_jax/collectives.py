@@ -15,7 +15,7 @@ from gradscale import ScaleState, registry
 from gradscale.core import validation
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.protocols import Policy
-from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError, short_repr
+from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.diagnosis.cause import cause_of_broken
 from gradscale.scaler.diagnosis.report import ParameterReport
@@ -203,8 +203,7 @@ def _bound(axis_name: Hashable | Sequence[Hashable]) -> tuple[Hashable, ...]:
     """Return the names of mapped axes; CallOrderError if one is not bound here, InvalidTypeError for no names."""
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
-        msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {short_repr(axis_name)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(axis_name, "axis_name", "the name of a mapped axis, or a tuple of names")
     try:
         lax.axis_size(names)
     except NameError as error:
@@ -259,18 +258,14 @@ def agree(
     validation.policy(policy)
     state = trees.as_state(state)
     if getattr(nonfinite, "dtype", None) != jnp.int32 or np.shape(nonfinite) != ():
-        msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {short_repr(nonfinite)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(nonfinite, "nonfinite", "a 0-d int32 array, such as unscale returns")
     words = claims.hash_of(claims.Claim(claims.Purpose.COMPILED, settings=claims.settings_hash(policy)))
     axes = None if axis_name is None else _bound(axis_name)
     code: jax.Array | int = 0
     if spike is not None:
         if not isinstance(spike, (bool, np.bool_, np.ndarray, jax.Array)) or np.shape(spike) != ():
-            msg = (
-                f"spike must be a 0-d bool, such as gradscale.SkipSpikes().judge(window, loss) returns, got "
-                f"{short_repr(spike)}: of several values give jnp.any(spike)"
-            )
-            raise InvalidTypeError(msg)
+            expected = "a 0-d bool, such as gradscale.SkipSpikes().judge(window, loss) returns"
+            raise validation.wrong_type(spike, "spike", expected, ": of several values give jnp.any(spike)")
         code = jnp.where(spike, claims.reason_code(claims.Reason.SPIKE, 0) - (lax.axis_index(axes) if axes else 0), 0)
     backend = registry.backend_for(state.scale)
     flags = claims.Flags(nonfinite, code=code)

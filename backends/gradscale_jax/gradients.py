@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from gradscale import ScaleState, SkipSpikes
 from gradscale.core.arithmetic import Kind, UnitState, kind_of
 from gradscale.core.protocols import Policy
+from gradscale.core.validation import wrong_type
 from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict
@@ -162,8 +163,7 @@ def value_and_grad(
     """
     judge = Judge(policy, axis_name, skip, warn_after=warn_after, give_up_after=give_up_after)
     if filter is not None and not callable(filter):
-        msg = f"filter must be a function of a leaf, such as eqx.is_inexact_array, got {filter!r}"
-        raise InvalidTypeError(msg)
+        raise wrong_type(filter, "filter", "a function of a leaf, such as eqx.is_inexact_array")
 
     call: Callable[..., V] = fun
     chosen = _indices(argnums)

@@ -15,7 +15,7 @@ from gradscale import ScaleState, SkipSpikes, StaticScale
 from gradscale.core import validation
 from gradscale.core.arithmetic import UnitState, check_real_dtype, checked_norm
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading
 from gradscale.policies.spikes import SpikeState
 from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict
@@ -185,10 +185,8 @@ def scaled(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: object
     ) -> tuple[optax.Updates, ScaledOptimizerState]:
         if not isinstance(state, ScaledOptimizerState):
-            msg = (
-                f"the state must be the one that init(params) of this transformation returned, got {short_repr(state)}"
-            )
-            raise InvalidTypeError(msg)
+            expected = "the one that init(params) of this transformation returned"
+            raise validation.wrong_type(state, "the state", expected)
         _require_no_masks(updates)
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
@@ -348,8 +346,7 @@ def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs
         # Its own gradient_transformation() would drop them.
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     if not isinstance(tx, optax.GradientTransformation):
-        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {short_repr(tx)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(tx, "tx", "an optax.GradientTransformation, such as optax.adam(1e-3)")
     return optax.with_extra_args_support(tx)
 
 

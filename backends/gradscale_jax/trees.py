@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 import gradscale
 from gradscale import ScaleState, StaticScale
 from gradscale.core.arithmetic import UnitState, clip_factor, is_floating, multiply_arrays, sum_of_squares
-from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
+from gradscale.core.validation import wrong_type
+from gradscale.errors import InvalidValueError, reading
 from gradscale_jax.arrays import count_nonfinite
 
 T = TypeVar("T")
@@ -141,8 +142,7 @@ def is_float0(leaf: object) -> bool:
 def as_state(state: object) -> ScaleState:
     """Return a state as JAX arrays of its dtypes; a checkpoint may have come back as NumPy's, or as numbers."""
     if not isinstance(state, ScaleState):
-        msg = f"state must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {short_repr(state)}"
-        raise InvalidTypeError(msg)
+        raise wrong_type(state, "state", "a ScaleState, such as policy.init(jnp.zeros(())) returns")
     return type(state)(strong(state.scale, jnp.float32), *(strong(tracker, jnp.int32) for tracker in state[1:]))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from array_api_compat import array_namespace
 
 from gradscale.core.protocols import Array
-from gradscale.errors import InvalidTypeError
+from gradscale.core.validation import wrong_type
 from gradscale.extras import needs
 from gradscale.waiting import DeviceCollectives, GroupWait
 
@@ -108,8 +108,7 @@ class NCCLBackend:
         communicator of the ranks that are left.
         """
         if not isinstance(group, Communicator) or not group.is_valid:
-            msg = f"group must be an nccl.core.Communicator that was not destroyed, got {group!r}"
-            raise InvalidTypeError(msg)
+            raise wrong_type(group, "group", "an nccl.core.Communicator that was not destroyed")
         refusal = "this communicator was given up, and it was aborted: pass another one on every rank, such as shrink()"
         wait = GroupWait(group, library="NCCL", timeout=timeout, refusal=refusal, rank=-1, size=0)
         return DeviceCollectives(wait, Nccl4pyCommunicator, group)

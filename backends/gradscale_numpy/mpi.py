@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from gradscale import registry
 from gradscale.core.protocols import Array
+from gradscale.core.validation import wrong_type
 from gradscale.errors import (
     BackendError,
     BackendNotAvailableError,
     CallOrderError,
-    InvalidTypeError,
     InvalidValueError,
     warn_caller,
 )
@@ -143,8 +143,7 @@ class MPICollectives:
             msg = "group must be a communicator that this process belongs to, got MPI.COMM_NULL"
             raise InvalidValueError(msg)
         if not isinstance(comm, MPI.Intracomm):
-            msg = f"group must be an MPI intracommunicator (Merge() makes one of an intercommunicator), got {comm!r}"
-            raise InvalidTypeError(msg)
+            raise wrong_type(comm, "group", "an MPI intracommunicator (Merge() makes one of an intercommunicator)")
         _require_running()
         self._timeout = timeout
         self.rank = comm.Get_rank()

@@ -15,8 +15,8 @@ from gradscale.core.backend import HostRead, require_values
 from gradscale.core.gradients import Collected, ParameterCache, Request, named_gradients
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
-from gradscale.core.validation import round_to_float32
-from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
+from gradscale.core.validation import round_to_float32, wrong_value
+from gradscale.errors import InvalidTypeError
 from gradscale_torch import devices, gradients
 from gradscale_torch.devices import CPU, Flags, TensorRead, forbid_capture, is_capturing, to_device
 from gradscale_torch.groups import TorchCollectives
@@ -259,11 +259,7 @@ class ScalerBackend(TorchBackend):
             return rebuild(list(map(mapped, leaves)))
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             return map(mapped, outputs)
-        msg = (
-            f"outputs must be a Tensor or an iterable of Tensors, got {short_repr(outputs)} of type "
-            f"{type(outputs).__name__}"
-        )
-        raise InvalidValueError(msg)
+        raise wrong_value(outputs, "outputs", "a Tensor or an iterable of Tensors")
 
     def collect(self, optimizer: Any, cache: ParameterCache, request: Request) -> Collected:
         """Return an optimizer's gradients."""

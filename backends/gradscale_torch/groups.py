@@ -23,7 +23,8 @@ from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
+from gradscale.core.validation import wrong_type
+from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidValueError
 from gradscale.waiting import (
     DEVICE_PAUSE,
     GroupWait,
@@ -356,11 +357,8 @@ def _process_group_of(user_group: object, timeout: float) -> dist.ProcessGroup:
         )
         raise InvalidValueError(msg)
     else:
-        msg = (
-            f"group must be a torch.distributed ProcessGroup, a DeviceMesh, None for the default group, or a list of "
-            f"these, got {user_group!r} of type {type(user_group).__name__}"
-        )
-        raise InvalidTypeError(msg)
+        expected = "a torch.distributed ProcessGroup, a DeviceMesh, None for the default group, or a list of these"
+        raise wrong_type(user_group, "group", expected)
     _require_alive(group)
     owner = _owners.setdefault(group, os.getpid())
     if owner != os.getpid():

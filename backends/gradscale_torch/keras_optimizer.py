@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.core.validation import wrong_type
+from gradscale.errors import InvalidValueError
 from gradscale.extras import import_keras, require_unscaled
 from gradscale.scaler.scaler import iteration_of
 from gradscale_torch.amp import GradScaler
@@ -69,8 +70,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         if scaler is None:
             scaler = _new_scaler()
         elif not isinstance(scaler, GradScaler):
-            msg = f"scaler must be a GradScaler or ShardedGradScaler of gradscale_torch, got {scaler!r}"
-            raise InvalidTypeError(msg)
+            raise wrong_type(scaler, "scaler", "a GradScaler or ShardedGradScaler of gradscale_torch")
         require_unscaled(keras, inner_optimizer)
         super().__init__(inner_optimizer, name=name)
         self.scaler = scaler

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from gradscale.core.snapshot import HOLDABLE
-from gradscale.errors import InvalidTypeError, short_repr
+from gradscale.core.validation import wrong_type
 from gradscale_torch.devices import to_device
 from gradscale_torch.gradients import local_tensor
 
@@ -40,8 +40,7 @@ class TensorSnapshot:
             elif isinstance(each, Tensor):
                 self._tensors.append(each)
             else:
-                msg = f"{HOLDABLE}, got {short_repr(each)}"
-                raise InvalidTypeError(msg)
+                raise wrong_type(each, "hold", HOLDABLE)
         self._modules = list(dict.fromkeys(modules))
         self._require_writable()
         self._pairs: dict[_Slot, tuple[Tensor, Tensor]] = {}
@@ -55,13 +54,12 @@ class TensorSnapshot:
     def _require_writable(self) -> None:
         """Raise InvalidTypeError for tensors that cannot be written back, and for modules that do not say so."""
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
-            msg = f"{HOLDABLE}, got {short_repr(self._wanted)} with a ScriptModule, which says nothing of what it loads"
-            raise InvalidTypeError(msg)
+            advice = " with a ScriptModule, which says nothing of what it loads"
+            raise wrong_type(self._wanted, "hold", HOLDABLE, advice)
         for tensor in self._current().values():
             is_there = tensor.layout == torch.strided and not (tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
             if not is_there or tensor.is_inference() or (0 in tensor.stride() and not tensor.is_contiguous()):
-                msg = f"{HOLDABLE}, got a tensor that has no values to write, or shares them: {short_repr(tensor)}"
-                raise InvalidTypeError(msg)
+                raise wrong_type(tensor, "hold", HOLDABLE, ", which has no values to write, or shares them")
 
     def _current(self) -> dict[_Slot, Tensor]:
         """Return the present tensors, of which a framework may have replaced some. Other buffers are constants."""

@@ -20,7 +20,6 @@ from array_api_compat import array_namespace, to_device
 
 from gradscale.core import validation
 from gradscale.core.protocols import Array, Namespace, ScaleState
-from gradscale.errors import InvalidValueError, short_repr
 
 STANDARD_FUNCTIONS = (
     "__array_namespace_info__",
@@ -270,11 +269,8 @@ def check_real_dtype(like: Array, dtype: object) -> None:
     except (AttributeError, TypeError, ValueError):
         accepted = False
     if not accepted:
-        msg = (
-            f"dtype= or master_dtype must be a real floating dtype of the gradients' library, such as np.float32 or "
-            f"torch.float32, got {short_repr(dtype)} of type {type(dtype).__name__}"
-        )
-        raise InvalidValueError(msg)
+        expected = "a real floating dtype of the gradients' library, such as np.float32 or torch.float32"
+        raise validation.wrong_value(dtype, "dtype= or master_dtype", expected, f" of type {type(dtype).__name__}")
 
 
 def inverse_factors(scale: Array) -> tuple[Array, Array]:

@@ -14,6 +14,7 @@ from gradscale.core.gradients import Collected, Gradients, ParameterCache, Reque
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, Policy, ScaleState
 from gradscale.core.snapshot import ArraySnapshot, Snapshot
 from gradscale.core.tree import first_floating, floating_leaves, require_arrays
+from gradscale.core.validation import wrong_type
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError, short_repr
 
 _State = TypeVar("_State", bound=tuple[Any, ...])
@@ -244,11 +245,8 @@ class Backend:
         ``namespace_for`` makes the state beside an array, if there is none, and returns the state's namespace.
         """
         if isinstance(outputs, int):
-            msg = (
-                f"outputs must be an array or nested containers of arrays, got {short_repr(outputs)}; wrap it, such as "
-                f"np.float32({short_repr(outputs)})"
-            )
-            raise InvalidTypeError(msg)
+            advice = f"; wrap it, such as np.float32({short_repr(outputs)})"
+            raise wrong_type(outputs, "outputs", "an array or nested containers of arrays", advice)
         leaves, rebuild = tree.flatten(outputs)
         like = first_floating(leaves)
         if like is None:

@@ -294,29 +294,21 @@ def norm_bits(backend: Backend, norm: Array) -> Array:
 def parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, Any], list[Any]]]:
     """Return the groups of an optimizer, each with its parameters; InvalidTypeError for groups of another form."""
     lists = []
-    groups = optimizer.param_groups
+    groups, kind = optimizer.param_groups, type(optimizer).__name__
     # An iterator would be empty for the optimizer after the scaler has walked it.
     if isinstance(groups, (str, bytes, Iterator)) or not isinstance(groups, Iterable):
-        msg = (
-            f"param_groups of {type(optimizer).__name__} must be a list of dicts with 'params', got "
-            f"{short_repr(groups)}"
-        )
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(groups, f"param_groups of {kind}", "a list of dicts with 'params'")
     for index, group in enumerate(groups):
         try:
             params = group["params"]
         except Exception:
-            msg = (
-                f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got "
-                f"{short_repr(group)}"
-            )
-            raise InvalidTypeError(msg) from None
+            name = f"param_groups[{index}] of {kind}"
+            raise validation.wrong_type(group, name, "a dict with 'params'") from None
         if hasattr(params, "grad"):
             params = [params]
         if isinstance(params, (str, bytes, Iterator)) or not isinstance(params, Iterable):
-            of = f"param_groups[{index}]['params'] of {type(optimizer).__name__}"
-            msg = f"{of} must be a list of parameters with .grad, got {short_repr(params)}"
-            raise InvalidTypeError(msg)
+            name = f"param_groups[{index}]['params'] of {kind}"
+            raise validation.wrong_type(params, name, "a list of parameters with .grad")
         lists.append((group, list(params)))
     return lists
 
@@ -385,8 +377,7 @@ def _require_tree(optimizer: OptimizerWithGrads) -> object:
         raise no_optimizer(optimizer, members)
     gradients = optimizer.grads
     if (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)) and not is_array_api_obj(gradients):
-        msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {short_repr(gradients)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(gradients, f"grads of {type(optimizer).__name__}", "arrays in nested containers")
     return gradients
 
 

@@ -11,6 +11,7 @@ from gradscale.core import registry, tree
 from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, replicas
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.core.tree import floating_leaves
+from gradscale.core.validation import wrong_type
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 
 _T = TypeVar("_T")
@@ -105,8 +106,7 @@ def unscale(grads: object, state: ScaleState, *, dtype: object = None, out: obje
 def require_state(state: object) -> None:
     """Raise InvalidTypeError for another thing than a state of arrays."""
     if not isinstance(state, ScaleState) or not is_array_api_obj(state.scale):
-        msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {short_repr(state)}"
-        raise InvalidTypeError(msg)
+        raise wrong_type(state, "state", "a ScaleState, such as policy.init(like=loss) returns")
 
 
 def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: ScaleState) -> list[Array]:
@@ -157,8 +157,7 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
     {'w': array([0., 0.])}
     """
     if not is_array_api_obj(pred) or pred.shape != () or not array_namespace(pred).isdtype(pred.dtype, "bool"):
-        msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {short_repr(pred)}"
-        raise InvalidTypeError(msg)
+        raise wrong_type(pred, "pred", "a 0-d bool array, such as nonfinite == 0")
     backend = registry.backend_for(pred)
     chosen = replicas(pred, backend.placement, backend.move)
 

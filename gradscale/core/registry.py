@@ -14,6 +14,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import arithmetic
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Collectives, GroupBackend
+from gradscale.core.validation import wrong_type
 from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError, nearest, reading, short_repr
 from gradscale.extras import remedy
 
@@ -233,7 +234,5 @@ def collectives_for(group: object, timeout: float) -> Collectives:
     backend = None if name is None else get(name)
     if isinstance(backend, GroupBackend):
         return backend.collectives(group, timeout=timeout)
-    msg = f"group must be {A_GROUP}, got {short_repr(group)} of type {type(group).__name__}"
-    if group is None:
-        msg += ": torch's group.WORLD is None until torch.distributed.init_process_group() is called"
-    raise InvalidTypeError(msg)
+    advice = ": torch's group.WORLD is None until torch.distributed.init_process_group() is called"
+    raise wrong_type(group, "group", A_GROUP, advice if group is None else "")

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.protocols import Array
-from gradscale.errors import InvalidTypeError, short_repr
+from gradscale.core.validation import wrong_type
 
-HOLDABLE = "hold must be a module of torch, an array that can be written in place, or a list of these"
+HOLDABLE = "a module of torch, an array that can be written in place, or a list of these"
 
 
 class Snapshot(Protocol):
@@ -37,16 +37,15 @@ class ArraySnapshot:
     def __init__(self, arrays: Sequence[Any]) -> None:
         for each in arrays:
             if not is_array_api_obj(each):
-                msg = f"{HOLDABLE}, got {short_repr(each)}"
-                raise InvalidTypeError(msg)
+                raise wrong_type(each, "hold", HOLDABLE)
             try:
                 each[...] = each
             except Exception as error:
-                msg = (
-                    f"{HOLDABLE}, got {short_repr(each)}: {error}. Of one that cannot be written go on with the old "
-                    f"array if last_step(optimizer).skipped; in a compiled step gradscale.select chooses"
+                advice = (
+                    f": {error}. Of one that cannot be written go on with the old array if "
+                    f"last_step(optimizer).skipped; in a compiled step gradscale.select chooses"
                 )
-                raise InvalidTypeError(msg) from error
+                raise wrong_type(each, "hold", HOLDABLE, advice) from error
         self._arrays = arrays
         self._copies = [array_namespace(each).asarray(each, copy=True) for each in arrays]
 

@@ -19,6 +19,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.arithmetic import Kind, kind_of, library_name
 from gradscale.core.protocols import Array, Namespace
+from gradscale.core.validation import wrong_type
 from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, reading, short_repr, unreadable
 
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
@@ -237,13 +238,8 @@ def require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | None
 def _require_array(leaf: object, name: Callable[[], str]) -> None:
     if leaf is None or isinstance(leaf, int) or is_array_api_obj(leaf):
         return
-    msg = (
-        f"{name()} must be an array of a library that follows the array API standard (or None), got {short_repr(leaf)} "
-        f"of type {type(leaf).__name__}"
-    )
-    if isinstance(leaf, float):
-        msg += f"; wrap it, such as np.float32({leaf})"
-    raise InvalidTypeError(msg)
+    advice = f"; wrap it, such as np.float32({leaf})" if isinstance(leaf, float) else ""
+    raise wrong_type(leaf, name(), "an array of a library that follows the array API standard (or None)", advice)
 
 
 def first_floating(leaves: Sequence[object]) -> Array | None:

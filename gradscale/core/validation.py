@@ -25,12 +25,16 @@ _BOUNDS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, 
 _Choice = TypeVar("_Choice")
 
 
-def _wrong_type(name: str, expected: str, value: object) -> InvalidTypeError:
-    return InvalidTypeError(f"{name} must be {expected}, got {short_repr(value)} of type {type(value).__name__}")
+def wrong_type(value: object, name: str, expected: str, advice: str = "") -> InvalidTypeError:
+    """Return the error for a value of another type, with what to do about it."""
+    return InvalidTypeError(
+        f"{name} must be {expected}, got {short_repr(value)} of type {type(value).__name__}{advice}"
+    )
 
 
-def _wrong_value(name: str, expected: str, value: object) -> InvalidValueError:
-    return InvalidValueError(f"{name} must be {expected}, got {short_repr(value)}")
+def wrong_value(value: object, name: str, expected: str, advice: str = "") -> InvalidValueError:
+    """Return the error for a value that is out of range, with what to do about it."""
+    return InvalidValueError(f"{name} must be {expected}, got {short_repr(value)}{advice}")
 
 
 def number(
@@ -51,7 +55,7 @@ def number(
     converted = _as_float(name, value, expected)
     is_number = not math.isnan(converted) and not (is_finite and math.isinf(converted))
     if not is_number or not all(holds(converted, limit) for _, holds, limit in bounds):
-        raise _wrong_value(name, expected, value)
+        raise wrong_value(value, name, expected)
     return converted
 
 
@@ -67,7 +71,7 @@ def _as_float(name: str, value: Any, expected: str) -> float:
                     return float(value)
                 except OverflowError:
                     return -math.inf if value < 0 else math.inf
-    raise _wrong_type(name, expected, value)
+    raise wrong_type(value, name, expected)
 
 
 def magnitude(name: str, value: object) -> float:
@@ -75,7 +79,7 @@ def magnitude(name: str, value: object) -> float:
     expected = "a number from 0 on"
     converted = _as_float(name, value, expected)
     if converted < 0:
-        raise _wrong_value(name, expected, value)
+        raise wrong_value(value, name, expected)
     return converted
 
 
@@ -84,7 +88,7 @@ def scale(name: str, value: object) -> float:
     rounded = round_to_float32(number(name, value))
     if not SMALLEST_NORMAL <= rounded <= LARGEST_FLOAT32:
         limits = f"{SMALLEST_NORMAL:g} to {LARGEST_FLOAT32:g}"
-        raise _wrong_value(name, f"above 0 and within float32's normal range, {limits}", value)
+        raise wrong_value(value, name, f"above 0 and within float32's normal range, {limits}")
     return rounded
 
 
@@ -97,9 +101,9 @@ def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
             raise TypeError
         converted = operator.index(value)
     except Exception:
-        raise _wrong_type(name, expected, value) from None
+        raise wrong_type(value, name, expected) from None
     if not at_least <= converted <= at_most:
-        raise _wrong_value(name, expected, value)
+        raise wrong_value(value, name, expected)
     return converted
 
 
@@ -108,7 +112,7 @@ def boolean(name: str, value: object) -> bool:
     if type(value).__name__ in ("bool_", "bool"):
         with contextlib.suppress(Exception):
             return bool(value)
-    raise _wrong_type(name, "True or False", value)
+    raise wrong_type(value, name, "True or False")
 
 
 def truth(name: str, value: object) -> bool:
@@ -116,8 +120,7 @@ def truth(name: str, value: object) -> bool:
     try:
         return bool(value)
     except Exception as error:
-        msg = f"{name} must be true or false, got {short_repr(value)} of type {type(value).__name__}, which is neither"
-        raise InvalidTypeError(msg) from error
+        raise wrong_type(value, name, "true or false", ", which is neither") from error
 
 
 def count(name: str, value: Any, at_least: int = 0) -> int:
@@ -132,7 +135,7 @@ def choice(name: str, value: object, options: tuple[_Choice, ...]) -> _Choice:
             # Not by the operator, which a subclass or an array may define otherwise.
             if str.__eq__(value, option) is True:
                 return option
-    raise _wrong_value(name, f"one of {', '.join(map(repr, options))}", value)
+    raise wrong_value(value, name, f"one of {', '.join(map(repr, options))}")
 
 
 def choices(name: str, value: object, options: tuple[_Choice, ...]) -> tuple[_Choice, ...]:
@@ -151,7 +154,7 @@ def mapping(name: str, value: object, wanted: str = "a mapping") -> dict[Any, ob
     with reading(name):
         if isinstance(value, Mapping):
             return dict(value)
-    raise _wrong_type(name, wanted, value)
+    raise wrong_type(value, name, wanted)
 
 
 def parse_list(name: str, text: object) -> list[Any]:
@@ -161,7 +164,7 @@ def parse_list(name: str, text: object) -> list[Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, list):
-        raise _wrong_value(name, "the text that state_dict() gives", text)
+        raise wrong_value(text, name, "the text that state_dict() gives")
     return value
 
 
