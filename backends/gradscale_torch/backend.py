@@ -67,8 +67,7 @@ class TorchBackend(Backend):
         # A loss may be of another library.
         if isinstance(x, torch.Tensor) and not devices.is_on_cpu(x):
             forbid_capture(x.device, "step once before the capture, since the CPU reads the first message over a group")
-        values: list[int] = x.tolist()
-        return values
+        return super().read(x)
 
     def peek(self, arrays: Sequence[Tensor], /) -> list[Any] | None:
         """Return the numbers in 0-d tensors of one device; None if that is not the CPU."""

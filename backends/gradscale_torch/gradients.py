@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -54,13 +55,29 @@ class Settings(NamedTuple):
     """Seconds to wait for the ranks of a mesh."""
 
 
-@dataclasses.dataclass(slots=True)
 class Parameters:
-    """An optimizer's parameters, kept from call to call; whether its last step was left to unscale by itself."""
+    """The lists of parameters in an optimizer's groups, kept from call to call to notice when they change."""
 
-    lists: gradients.ParameterLists
-    meshes: tuple[DeviceMesh, ...]
-    left_scaled: bool = False
+    __slots__ = ("_lists", "left_scaled", "meshes", "unique")
+
+    def __init__(self, lists: Iterable[list[Any]]) -> None:
+        self._lists = [list(params) for params in lists]
+        # Each once.
+        self.unique = list({id(one): one for params in self._lists for one in params}.values())
+        self.meshes = meshes_of(self.unique)
+        # Whether the optimizer's last step was left to unscale by itself.
+        self.left_scaled = False
+
+    def are_those_of(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer lists the same ones now; always False if it does not list them in lists."""
+        groups = optimizer.param_groups
+        if type(groups) is not list or len(groups) != len(self._lists):
+            return False
+        for group, before in zip(groups, self._lists, strict=True):
+            params = group["params"]
+            if type(params) is not list or len(params) != len(before) or not all(map(operator.is_, params, before)):
+                return False
+        return True
 
 
 @dataclasses.dataclass(slots=True)
@@ -133,7 +150,7 @@ class TensorGradients:
         trains_on_cpu = target is None or (not isinstance(target, int) and torch.device(target).type == "cpu")
         if first is not None and (trains_on_cpu or not first[0].is_cpu):
             return first[0]
-        parameters = self._parameters.lists.unique
+        parameters = self._parameters.unique
         return torch.zeros((), device=parameters[0].device if target is None and parameters else target)
 
     @property
@@ -261,7 +278,7 @@ class TensorGradients:
             return torch.full_like(own, math.hypot(*map(float32_from_bits, norms))), own
         parts = [
             kernel_view(one.grad)
-            for one in self._parameters.lists.unique
+            for one in self._parameters.unique
             if one.grad is not None and _is_counted_here(one.grad)
         ]
         own = norm_of(group_tensors(parts), target).double()
@@ -269,7 +286,7 @@ class TensorGradients:
 
     def _require_whole(self) -> None:
         """Raise InvalidValueError for gradients that are not reduced yet, before anything is modified."""
-        sharded: list[Any] = [one for one in self._parameters.lists.unique if hasattr(one, "device_mesh")]
+        sharded: list[Any] = [one for one in self._parameters.unique if hasattr(one, "device_mesh")]
         if any(placement.is_partial() for one in sharded if one.grad is not None for placement in one.grad.placements):
             name = type(self._optimizer).__name__
             msg = f"unscale_(max_norm=) needs reduced gradients, got DTensors with Partial placements in {name}"
@@ -280,7 +297,7 @@ def require_norm(optimizer: Optimizer, cache: ParameterCache) -> tuple[DeviceMes
     """Return the mesh of DTensor parameters, or none; InvalidValueError for several norms, on every rank alike."""
     parameters = _parameters_of(optimizer, cache)
     name, meshes = type(optimizer).__name__, parameters.meshes
-    is_mixed = meshes and not all(hasattr(one, "device_mesh") for one in parameters.lists.unique)
+    is_mixed = meshes and not all(hasattr(one, "device_mesh") for one in parameters.unique)
     if is_mixed or len(meshes) > 1:
         what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {meshes}"
         msg = (
@@ -294,25 +311,24 @@ def require_norm(optimizer: Optimizer, cache: ParameterCache) -> tuple[DeviceMes
 def _parameters_of(optimizer: Optimizer, cache: ParameterCache) -> Parameters:
     """Return an optimizer's parameters, from the cache if they are the same."""
     cached: Parameters | None = cache.get(id(optimizer))
-    if cached is not None and cached.lists.are_those_of(optimizer):
+    if cached is not None and cached.are_those_of(optimizer):
         return cached
     if not hasattr(optimizer, "param_groups"):
         raise gradients.no_optimizer(optimizer, "param_groups, dicts with a list of 'params'")
-    lists = gradients.ParameterLists(params for _, params in gradients.parameter_lists(optimizer))
-    for parameter in lists.unique:
+    parameters = Parameters(params for _, params in gradients.parameter_lists(optimizer))
+    for parameter in parameters.unique:
         if not isinstance(parameter, Tensor):
             msg = (
                 f"expected param to be torch.Tensor, got {type(parameter).__name__}: {short_repr(parameter)} in the "
                 f"param_groups of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
             )
             raise InvalidTypeError(msg)
-    grads = [parameter.grad for parameter in lists.unique if parameter.grad is not None]
+    grads = [parameter.grad for parameter in parameters.unique if parameter.grad is not None]
     for index, gradient in enumerate(grads):
         if gradient.layout == torch.strided and not gradient.is_contiguous():
             local = local_tensor(gradient)
             if aliasing.overlaps_itself(local.shape, local.stride()):
                 raise overlap(index, local)
-    parameters = Parameters(lists, meshes_of(lists.unique))
     cache.set(optimizer, parameters)
     return parameters
 
@@ -335,7 +351,7 @@ def groups_over(meshes: Sequence[DeviceMesh], timeout: float) -> Sequence[TorchC
 
 def _collect(parameters: Parameters, *, allow_fp16: bool, has_norm: bool) -> tuple[Groups, Sequence[Tensor]]:
     """Return the tensors of floating gradients, and sparse ones with duplicate indices: a host read on a device."""
-    tensors = [gradient for parameter in parameters.lists.unique if (gradient := parameter.grad) is not None]
+    tensors = [gradient for parameter in parameters.unique if (gradient := parameter.grad) is not None]
     if len(set(map(id, tensors))) < len(tensors):
         # One tensor may be the gradient of two parameters.
         tensors = list({id(gradient): gradient for gradient in tensors}.values())
@@ -372,7 +388,7 @@ def _summed(gradient: Tensor, parameters: Parameters) -> Tensor:
     if not has_duplicates(gradient):
         return gradient
     total = _coalesced(gradient)
-    for one in parameters.lists.unique:
+    for one in parameters.unique:
         if one.grad is gradient:
             one.grad = total
     return total
@@ -430,9 +446,7 @@ def values_of(gradient: Tensor) -> Tensor | None:
             return _inner_values(local)
         if has_duplicates(local):
             local = _coalesced(local)
-        if local.layout == torch.strided:
-            return local
-        return local.values()
+        return local if local.layout == torch.strided else local.values()
 
 
 def _inner_values(tensor: Any) -> Tensor | None:

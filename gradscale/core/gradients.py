@@ -31,8 +31,8 @@ from gradscale.core.protocols import (
     OptimizerWithGroups,
     ScaleState,
 )
-from gradscale.core.tree import first_floating, floating_leaves
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, reading, short_repr, unreadable
+from gradscale.core.tree import dtype_of, first_floating, floating_leaves
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 
 if TYPE_CHECKING:
     from gradscale.core.backend import Backend
@@ -152,16 +152,11 @@ class Gradients:
     __slots__ = ("_assign", "_leaves", "_master_dtype", "_request", "_what", "is_touched")
 
     def __init__(self, optimizer: Optimizer, cache: ParameterCache, request: Request) -> None:  # noqa: ARG002
-        try:
+        with reading("an optimizer"):
             if hasattr(optimizer, "param_groups"):
                 self._leaves, self._assign = _from_param_groups(cast("OptimizerWithGroups", optimizer))
             else:
                 self._leaves, self._assign = _from_grads(optimizer)
-        except GradscaleError:
-            raise
-        except Exception as error:
-            refusal = unreadable("an optimizer", error)
-            raise refusal from error
         self._what = f"gradient of {type(optimizer).__name__}"
         self._master_dtype = getattr(optimizer, "master_dtype", None) if request.are_scaled else None
         self._request = request
@@ -224,42 +219,37 @@ class Gradients:
 
 def _narrow_dtypes(arrays: Sequence[Array]) -> str:
     """Return the names of the half-precision dtypes of arrays; bfloat16 has the range of float32."""
-    by_dtype = {x.dtype: x for x in arrays}
+    by_dtype = dict(zip(map(dtype_of, arrays), arrays, strict=True))
     halves = {str(x.dtype) for x in by_dtype.values() if kind_of(x) is Kind.HALF and "bfloat16" not in str(x.dtype)}
     return ", ".join(sorted(halves))
 
 
+@dataclasses.dataclass(slots=True)
 class UserNorm:
-    """A norm in place of an optimizer's gradients, which are not read: the program has clipped them by it.
+    """A norm in place of an optimizer's gradients, which are not read: the program has clipped them by it."""
 
-    ``norm`` is a number, or 0-d float32 if the host would have to wait for it.
-    """
-
-    is_touched = False
-
-    def __init__(
-        self,
-        norm: Array | float,
-        fallback: Callable[[], Array | None],
-        groups: Sequence[Collectives],
-        *,
-        is_read: bool,
-    ) -> None:
-        self._norm, self._fallback, self.groups, self._is_read = norm, fallback, groups, is_read
+    norm: Array | float
+    """A number, or 0-d float32 if the host would have to wait for it."""
+    fallback: Callable[[], Array | None]
+    """Returns an array that says where the state belongs, if the norm is a number."""
+    groups: Sequence[Collectives]
+    is_read: bool
+    """Whether the host reads the verdict at once."""
+    is_touched: bool = False
 
     @property
     def like(self) -> Array | None:
         """The norm, or if that is a number an array of the optimizer."""
-        return self._norm if is_array_api_obj(self._norm) else self._fallback()
+        return self.norm if is_array_api_obj(self.norm) else self.fallback()
 
     def unscale(self, current: ScaleView, state: ScaleState) -> Findings:
         """Judge the norm; if the host reads the verdict, with that."""
-        norm, backend = self._norm, current.state_adapter
+        norm, backend = self.norm, current.state_adapter
         if not is_array_api_obj(norm):
             (scale,) = backend.peek((state.scale,)) or (None,)
             return Findings(0 if math.isfinite(norm) else 1, norm, scale=scale)
         norm = backend.move(norm, state.scale)
-        bits = backend.bits(norm) if self._is_read else None
+        bits = backend.bits(norm) if self.is_read else None
         if bits is not None:
             return Findings(0, deferred=NormToRead(bits))
         return Findings(nonfinite_flag(norm, device(state.scale)), norm)
@@ -403,27 +393,6 @@ class NamedGradient(NamedTuple):
     array: Array
     parameter: object = None
     """None in a ``grads`` tree."""
-
-
-class ParameterLists:
-    """The lists of parameters in an optimizer's groups, to notice when they change; ``unique`` holds each once."""
-
-    __slots__ = ("_lists", "unique")
-
-    def __init__(self, lists: Iterable[list[Any]]) -> None:
-        self._lists = [list(params) for params in lists]
-        self.unique = list({id(one): one for params in self._lists for one in params}.values())
-
-    def are_those_of(self, optimizer: OptimizerWithGroups) -> bool:
-        """Tell whether an optimizer lists the same ones now; always False if it does not list them in lists."""
-        groups = optimizer.param_groups
-        if type(groups) is not list or len(groups) != len(self._lists):
-            return False
-        for group, before in zip(groups, self._lists, strict=True):
-            params = group["params"]
-            if type(params) is not list or len(params) != len(before) or not all(map(operator.is_, params, before)):
-                return False
-        return True
 
 
 @reading("an optimizer")
