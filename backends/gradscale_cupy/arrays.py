@@ -7,7 +7,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from importlib import resources
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import cupy
 import numpy as np
@@ -20,6 +20,8 @@ from gradscale.core.summaries import layout_of
 from gradscale.errors import InvalidValueError
 from gradscale_cupy.availability import explained, forbid_capture
 from gradscale_cupy.plan import CHUNK, Launch, plan, require_disjoint
+
+_Arrays: TypeAlias = Sequence[Array]
 
 # Threads of a block, as the kernels are compiled for.
 _THREADS = 256
@@ -58,7 +60,7 @@ class CupyBackend(Backend):
         return x.view(f"i{x.dtype.itemsize}") if layout_of(x.dtype) is not None else None
 
     @explained("outputs were scaled")
-    def scale(self, outputs: Sequence[Array], state: ScaleState, /) -> list[Array]:
+    def scale(self, outputs: _Arrays, state: ScaleState, /) -> list[Array]:
         """Multiply floating arrays by the scale, each on its device. No host read."""
         scaled: list[Array] = []
         for x in outputs:
@@ -69,14 +71,8 @@ class CupyBackend(Backend):
 
     @explained("gradients were unscaled")
     def unscale(
-        self,
-        grads: Sequence[Array],
-        state: ScaleState,
-        /,
-        *,
-        dtype: DTypeLike | None = None,
-        out: Sequence[Array] | None = None,
-    ) -> tuple[Sequence[Array], Array]:
+        self, grads: _Arrays, state: ScaleState, /, *, dtype: DTypeLike | None = None, out: _Arrays | None = None
+    ) -> tuple[_Arrays, Array]:
         """Divide arrays by the scale; the 0-d int32 is above 0 if any value is not finite afterwards. No host read.
 
         Arrays with gaps between their elements, and those that a CUDA graph captures, take launches of their own.
@@ -88,20 +84,14 @@ class CupyBackend(Backend):
 
     @explained("gradients were unscaled")
     def unscale_with_squares(
-        self,
-        grads: Sequence[Array],
-        state: ScaleState,
-        /,
-        *,
-        dtype: DTypeLike | None = None,
-        out: Sequence[Array] | None = None,
-    ) -> tuple[Sequence[Array], Array, Array]:
+        self, grads: _Arrays, state: ScaleState, /, *, dtype: DTypeLike | None = None, out: _Arrays | None = None
+    ) -> tuple[_Arrays, Array, Array]:
         """Unscale, and add up the squares in the same pass, in an order by the arrays' alignment and nothing else."""
         targets, (nonfinite, squares) = _unscale(grads, state, dtype, out, squares=True)
         return targets, nonfinite, squares
 
     @explained("gradients were clipped")
-    def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
+    def multiply_in_place(self, arrays: _Arrays, factor: Array, /) -> _Arrays:
         """Multiply arrays by a 0-d float32 of at most 1 in one launch for each device and dtype; 1 writes nothing."""
         for device, prepared in _by_device(arrays, arrays, factor.device):
             there = _to_device(factor, device)
@@ -111,8 +101,8 @@ class CupyBackend(Backend):
 
 
 def _unscale(
-    grads: Sequence[Array], state: ScaleState, dtype: DTypeLike | None, out: Sequence[Array] | None, *, squares: bool
-) -> tuple[Sequence[Array], list[Array]]:
+    grads: _Arrays, state: ScaleState, dtype: DTypeLike | None, out: _Arrays | None, *, squares: bool
+) -> tuple[_Arrays, list[Array]]:
     """Return the arrays, and on the state's device the verdict and, with ``squares``, their sum."""
     if out is None:
         check_real_dtype(state.scale, dtype)
@@ -145,9 +135,7 @@ def _to_device(x: Array, device: cupy.cuda.Device) -> Array:
     return copy
 
 
-def _by_device(
-    sources: Sequence[Array], targets: Sequence[Array], target: cupy.cuda.Device
-) -> list[tuple[cupy.cuda.Device, Prepared]]:
+def _by_device(sources: _Arrays, targets: _Arrays, target: cupy.cuda.Device) -> list[tuple[cupy.cuda.Device, Prepared]]:
     """Prepare the work of ``target`` and each other device, before anything is modified on any."""
     places: defaultdict[int, list[int]] = defaultdict(list, {target.id: []})
     for index, x in enumerate(sources):
@@ -195,7 +183,7 @@ def _kernel(name: str) -> cupy.RawKernel:
     return cupy.RawKernel(code, name, ("-std=c++17", *(f"-DGRADSCALE_{key}={value}" for key, value in macros.items())))
 
 
-def prepare(sources: Sequence[Array], targets: Sequence[Array], *, is_captured: bool) -> Prepared:
+def prepare(sources: _Arrays, targets: _Arrays, *, is_captured: bool) -> Prepared:
     """Return the tables for unscaling arrays of the current device into others, or into themselves."""
     # A kernel may not reach the memory of another device.
     for source, target in zip(sources, targets, strict=True):
@@ -245,7 +233,7 @@ def _clip_prepared(prepared: Prepared, factor: Array) -> None:
     _assign(prepared.targets, multiply_arrays(prepared.targets, factor))
 
 
-def _assign(targets: Sequence[Array], values: Sequence[Array]) -> None:
+def _assign(targets: _Arrays, values: _Arrays) -> None:
     for target, value in zip(targets, values, strict=True):
         target[...] = value
 

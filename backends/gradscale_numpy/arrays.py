@@ -7,7 +7,7 @@ import importlib.util
 import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.exceptions import TooHardError
@@ -22,7 +22,8 @@ from gradscale.errors import InvalidValueError, warn_caller
 from gradscale_numpy import kernels
 
 NumpyArray = NDArray[Any]
-UnscaleAll = Callable[[Sequence[NumpyArray], Sequence[NumpyArray], np.float32], int]
+_Arrays: TypeAlias = Sequence[NumpyArray]
+UnscaleAll = Callable[[_Arrays, _Arrays, np.float32], int]
 
 _SINGLE = np.dtype(np.float32)
 
@@ -84,7 +85,7 @@ class NumpyBackend(Backend):
         """Return a 0-d float32 array."""
         return np.zeros((), dtype=np.float32)
 
-    def peek(self, arrays: Sequence[NumpyArray], /) -> list[Any]:
+    def peek(self, arrays: _Arrays, /) -> list[Any]:
         """Return the numbers in 0-d arrays."""
         return list(map(_item, arrays))
 
@@ -101,13 +102,11 @@ class NumpyBackend(Backend):
         """Return the bits of real values in any byte order as signed integers; None for float8 and long double."""
         return kernels.bits(np.asarray(x))
 
-    def read_summaries(
-        self, arrays: Sequence[NumpyArray], others: Sequence[NumpyArray] = ()
-    ) -> tuple[list[Summary], list[list[int]]]:
+    def read_summaries(self, arrays: _Arrays, others: _Arrays = ()) -> tuple[list[Summary], list[list[int]]]:
         """Summarize arrays from their bits, and read others, 1-d int32."""
         return [kernels.summary_of(np.asarray(x)) for x in arrays], list(map(self.read, others))
 
-    def scale(self, outputs: Sequence[NumpyArray], state: ScaleState, /) -> list[NumpyArray]:
+    def scale(self, outputs: _Arrays, state: ScaleState, /) -> list[NumpyArray]:
         """Multiply arrays by the scale: new arrays of the same dtypes, but float32 for 0-d ones of half precision."""
         factor = np.asarray(state.scale, _SINGLE)
         return [
@@ -115,14 +114,8 @@ class NumpyBackend(Backend):
         ]
 
     def unscale(
-        self,
-        grads: Sequence[NumpyArray],
-        state: ScaleState,
-        /,
-        *,
-        dtype: DTypeLike | None = None,
-        out: Sequence[NumpyArray] | None = None,
-    ) -> tuple[Sequence[NumpyArray], NumpyArray]:
+        self, grads: _Arrays, state: ScaleState, /, *, dtype: DTypeLike | None = None, out: _Arrays | None = None
+    ) -> tuple[_Arrays, NumpyArray]:
         """Divide arrays by the scale and count those with a non-finite value, as :meth:`gradscale.Backend.unscale`.
 
         Arrays may have any strides, any byte order, and any floating or complex dtype of NumPy or ml_dtypes; NumPy's
@@ -149,11 +142,11 @@ class NumpyBackend(Backend):
         nonfinite = self._unscale_all(sources, targets, inverse)
         return returned, np.asarray(nonfinite, dtype=np.int32)
 
-    def sum_of_squares(self, arrays: Sequence[NumpyArray], like: NumpyArray, /) -> NumpyArray:  # noqa: ARG002
+    def sum_of_squares(self, arrays: _Arrays, like: NumpyArray, /) -> NumpyArray:  # noqa: ARG002
         """Return the sum of the squares of all elements, 0-d float64."""
         return np.asarray(kernels.squared_norm([np.asarray(x) for x in arrays]))
 
-    def multiply_in_place(self, arrays: Sequence[NumpyArray], factor: NumpyArray, /) -> Sequence[NumpyArray]:
+    def multiply_in_place(self, arrays: _Arrays, factor: NumpyArray, /) -> _Arrays:
         """Multiply arrays that ``unscale`` has returned by a 0-d float32; nothing is written if it is 1."""
         if factor != 1:
             plain = [np.asarray(x) for x in arrays]
@@ -162,13 +155,13 @@ class NumpyBackend(Backend):
         return arrays
 
 
-def _own_their_memory(arrays: Sequence[NumpyArray]) -> bool:
+def _own_their_memory(arrays: _Arrays) -> bool:
     """Tell quickly whether all are plain arrays that own their memory, each once: then no two share any."""
     is_owner = _ONLY_ARRAYS.issuperset(map(type, arrays)) and _OWN_AND_PLAIN.issuperset(map(_flags, arrays))
     return is_owner and len(set(map(id, arrays))) == len(arrays)
 
 
-def _forbid_shared_memory(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
+def _forbid_shared_memory(grads: _Arrays, out: _Arrays) -> None:
     """Raise for arrays that share memory, part of which would be divided twice."""
     arrays = numbered(grads, out)
     spans = [
