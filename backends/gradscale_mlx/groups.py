@@ -54,8 +54,10 @@ class MlxCollectives:
         self.size: int = group.size()
         self._timeout = timeout
         self._comm = group
+        # One for all that mx.distributed.init returns, and one for each group of a part of these ranks.
+        self.identity = _identity_of(group)
         self._group = GroupWait(
-            _identity_of(group),
+            self.identity,
             library="MLX",
             timeout=timeout,
             refusal=f"an agreement over this group was given up on rank {self.rank} of {self.size}, and MLX may still "
@@ -68,11 +70,6 @@ class MlxCollectives:
 
     def __repr__(self) -> str:
         return f"MlxCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
-
-    @property
-    def identity(self) -> object:
-        """One object for all that ``mx.distributed.init`` returns, and one for each group of a part of these ranks."""
-        return self._group.group
 
     def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin a MAX all-reduce as :class:`gradscale.Collectives` do; the host reads another library's array now."""

@@ -14,13 +14,7 @@ from numpy.typing import NDArray
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.core.validation import wrong_type
-from gradscale.errors import (
-    BackendError,
-    BackendNotAvailableError,
-    CallOrderError,
-    InvalidValueError,
-    warn_caller,
-)
+from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError, InvalidValueError, warn_caller
 from gradscale.extras import needs, remedy
 from gradscale.waiting import GroupWait, forbid_forked, on_fork, poll, require_message
 
@@ -157,7 +151,7 @@ class MPICollectives:
         _under_way[id(request)] = (request, duplicate)
         self._use(_Duplicate(duplicate))
         self._wait(request, "the construction of a ShardedGradScaler")
-        comm.Set_attr(_attribute(), self._group.group)
+        comm.Set_attr(_attribute(), self.identity)
 
     def _use(self, duplicate: _Duplicate) -> None:
         self._comm = duplicate.comm
@@ -172,14 +166,11 @@ class MPICollectives:
             on_give_up=duplicate.give_up,
         )
         self.within = self._group.within
+        # It lives as long as the communicator, and is that of its other collectives.
+        self.identity = duplicate
 
     def __repr__(self) -> str:
         return f"MPICollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
-
-    @property
-    def identity(self) -> object:
-        """An object that lives as long as the communicator, and that its other collectives share."""
-        return self._group.group
 
     def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin a MAX all-reduce as :class:`gradscale.Collectives` do; the host reads a device's array now."""
