@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -166,16 +165,18 @@ def value_and_grad(
         raise wrong_type(filter, "filter", "a function of a leaf, such as eqx.is_inexact_array")
 
     call: Callable[..., V] = fun
-    chosen = _indices(argnums)
+    chosen: Any = argnums if hasattr(argnums, "__index__") else tuple(argnums)
+    indices = chosen if isinstance(chosen, tuple) else (chosen,)
 
     def scaled_value_and_grad(state: object, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V, Any]:
         before = judge.unpack(state)
         scale_state = before.scale_state
         trained: list[object] = list(args)
-        for index in _positions(chosen, len(args)):
-            if filter is not None:
-                trained[index] = jax.tree.map(lambda leaf: leaf if filter(leaf) else None, args[index])
-            _require_trainable(index, args[index], trained[index], allow_int=allow_int)
+        for index, arg in enumerate(args):
+            if index in indices or index - len(args) in indices:
+                if filter is not None:
+                    trained[index] = jax.tree.map(lambda leaf: leaf if filter(leaf) else None, arg)
+                _require_trainable(index, arg, trained[index], allow_int=allow_int)
 
         def scaled_loss(*traced: object, **kwargs: object) -> tuple[jax.Array, tuple[V, jax.Array]]:
             value = call(*(traced if filter is None else map(_fill_in, traced, args)), **kwargs)
@@ -197,19 +198,6 @@ def value_and_grad(
         return Scaled(value, unscaled, verdict, judge.pack(after))
 
     return Differentiated(scaled_value_and_grad, lambda params: judge.pack(judge.begin(params)[0]))
-
-
-def _indices(argnums: Any) -> int | tuple[int, ...]:
-    try:
-        return operator.index(argnums)
-    except TypeError:
-        return tuple(map(operator.index, argnums))
-
-
-def _positions(argnums: int | tuple[int, ...], count: int) -> list[int]:
-    """Return the positions of arguments to differentiate by, those that there are."""
-    indices = (argnums,) if isinstance(argnums, int) else argnums
-    return [index for index in range(count) if index in indices or index - count in indices]
 
 
 def _fill_in(trained: object, whole: object) -> object:
