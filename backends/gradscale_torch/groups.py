@@ -23,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.core.validation import wrong_type
+from gradscale.core.validation import wrong_type, wrong_value
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidValueError
 from gradscale.waiting import (
     DEVICE_PAUSE,
@@ -364,8 +364,7 @@ def _process_group_of(user_group: object, timeout: float) -> dist.ProcessGroup:
     if owner != os.getpid():
         forbid_forked("torch.distributed", f"this one was made by process {owner}")
     if group.rank() < 0:
-        msg = f"group must be a process group that this process belongs to, got {group!r}, in which it has no rank"
-        raise InvalidValueError(msg)
+        raise wrong_value(group, "group", "a process group that this process belongs to", ", in which it has no rank")
     if not carriers(group):
         msg = (
             f"group must carry tensors of a device of this machine, got a group of {dist.get_backend_config(group)!r}, "
@@ -398,16 +397,13 @@ def _of_mesh(mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup:
         raise InvalidValueError(msg)
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     if dist.get_rank() not in ranks:
-        msg = (
-            f"group must be a mesh that this process belongs to, got {mesh!r} on rank {dist.get_rank()} of the world: "
-            f"construct the scaler on the mesh's ranks only"
-        )
-        raise InvalidValueError(msg)
+        advice = f" on rank {dist.get_rank()} of the world: construct the scaler on the mesh's ranks only"
+        raise wrong_value(mesh, "group", "a mesh that this process belongs to", advice)
     try:
         dimensions = mesh.get_all_groups()
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        msg = f"group must be a mesh of the present world, got {mesh!r}, whose groups are not there: {error}"
-        raise InvalidValueError(msg) from error
+        advice = f", whose groups are not there: {error}"
+        raise wrong_value(mesh, "group", "a mesh of the present world", advice) from error
     for dimension in dimensions:
         _require_alive(dimension)
     if mesh.ndim == 1:
