@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, get_args
 
 from array_api_compat import array_namespace, is_array_api_obj, to_device
 
@@ -21,11 +21,6 @@ from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 AtMin = Literal["clamp", "hold", "raise"]
 GrowthAfter = Literal["interval", "first_interval_plus_one", "interval_plus_one"]
 Refill = Literal["clean_step", "growth", "backoff"]
-
-_AT_MIN: tuple[AtMin, ...] = ("clamp", "hold", "raise")
-_GROWTH_AFTER: tuple[GrowthAfter, ...] = ("interval", "first_interval_plus_one", "interval_plus_one")
-_REFILL: tuple[Refill, ...] = ("clean_step", "growth", "backoff")
-
 
 _Parameters = ParamSpec("_Parameters")
 
@@ -120,9 +115,9 @@ class DynamicScale:
     def __post_init__(self) -> None:
         most = validation.LARGEST_INT32
         checked: dict[str, object] = {
-            "growth_after": validation.choice("growth_after", self.growth_after, _GROWTH_AFTER),
+            "growth_after": validation.choice("growth_after", self.growth_after, get_args(GrowthAfter)),
             "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, most),
-            "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, _REFILL),
+            "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, get_args(Refill)),
             # The tracker counts one step more where growth comes one step later.
             "growth_interval": validation.integer(
                 "growth_interval", self.growth_interval, 1, most - (self.growth_after != "interval")
@@ -134,7 +129,7 @@ class DynamicScale:
             ),
             "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
             "min_scale": validation.scale("min_scale", self.min_scale),
-            "at_min": validation.choice("at_min", self.at_min, _AT_MIN),
+            "at_min": validation.choice("at_min", self.at_min, get_args(AtMin)),
             "max_scale": None if self.max_scale is None else validation.scale("max_scale", self.max_scale),
         }
         if self.tolerance is not None:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
 from gradscale.core import validation
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, at_scale, short_repr, warn_caller
-from gradscale.scaler.diagnosis.report import OverflowReport
+from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
 
 __all__ = ["BadBatches", "JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_bad_batches", "read_log"]
@@ -124,13 +124,8 @@ class LogUpdates:
             change = "grew" if self._scale > report.scale else "backed off"
             self._logger.log(self._level, f"{at} scale {change}, {report.scale:g} -> {self._scale:g}")
         self._counts[report.skipped] += 1
-        skipped, updates = self._counts[True], self._counts.total()
-        if updates == self._summary_every:
-            share = f"{skipped} of the last {updates} steps skipped ({100.0 * skipped / updates:.3g} %)"
-            total = ", ".join(f"{count} {name}" for name, count in (report.counts or {}).items())
-            scale = "" if self._scale == 1.0 else f", scale {self._scale:g}"
-            total = total if scale else total.replace("overflow", "non-finite")
-            self._logger.log(self._level, f"{at} {share}{scale}{'; in all ' * bool(total)}{total}")
+        if self._counts.total() == self._summary_every:
+            self._logger.log(self._level, f"{at} {_summary(self._counts[True], self._summary_every, report)}")
             self._counts.clear()
 
     def _log_skip(self, step: StepReport) -> None:
@@ -147,6 +142,16 @@ class LogUpdates:
             self._logger.log(
                 self._skip_level, f"{text}{at_scale(step.scale)}, {count}{_data(step)}{_worst(step.overflow)}"
             )
+
+
+def _summary(skipped: int, updates: int, report: UpdateReport) -> str:
+    """Say how many of the last updates were skipped, the scale after this one, and the steps of the whole run."""
+    scale = report.scale if report.new_scale is None else report.new_scale
+    total = ", ".join(f"{count} {name}" for name, count in (report.counts or {}).items())
+    if scale == 1.0:
+        total = total.replace("overflow", "non-finite")
+    share = f"{skipped} of the last {updates} steps skipped ({100.0 * skipped / updates:.3g} %)"
+    return share + f", scale {scale:g}" * (scale != 1.0) + f"; in all {total}" * bool(total)
 
 
 def _data(step: StepReport) -> str:
@@ -234,20 +239,18 @@ def row_of(report: UpdateReport | StepReport) -> LogRow:
         "reason": next((words.name for words in REASONS.values() if words.name in reasons), None),
         "nonfinite": max((step.nonfinite for step in steps), default=0),
         "retries": sum(step.retries for step in steps),
-        **_diagnosis_of([step.overflow for step in steps if step.overflow is not None]),
+        **_diagnosis([step.overflow for step in steps if step.overflow is not None]),
         "counts": getattr(report, "counts", None),
         "batch": next((step.batch for step in steps if step.skipped or not reasons), None),
     }
 
 
-def _diagnosis_of(reports: list[OverflowReport]) -> LogRow:
+def _diagnosis(reports: list[OverflowReport]) -> LogRow:
+    """Return what a row of a log says of the diagnoses of its steps."""
     magnitudes = [entry.largest for report in reports for entry in report.entries if entry.largest is not None]
     worst = [entry.place for report in reports for entry in (report.broken or report.nonfinite)[:1]]
-    return {
-        "magnitude": max(magnitudes, default=None),
-        "parameter": worst[0] if worst else None,
-        "cause": reports[0].cause if reports else None,
-    }
+    cause = next((report.cause for report in reports), None)
+    return {"magnitude": max(magnitudes, default=None), "parameter": next(iter(worst), None), "cause": cause}
 
 
 class JSONLines(contextlib.AbstractContextManager["JSONLines"]):

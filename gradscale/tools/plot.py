@@ -85,7 +85,7 @@ def history(
     '1 of 10 steps skipped (10 %)'
     """
     rows = _rows(history)
-    x, unit = _positions(rows)
+    x, x_name = _horizontal(rows)
     # NaN, inf and what is beyond any gradient are not drawn.
     measured = [i for i, row in enumerate(rows) if 0.0 < (row.get("magnitude") or 0.0) <= validation.LARGEST_FLOAT32]
     heights = [3, 2] if measured else [1]
@@ -95,8 +95,16 @@ def history(
     axes[0].set_title(share, loc="left", fontsize=11)
     if len(axes) > 1:
         _draw_range(axes[1], [x[i] for i in measured], [rows[i]["magnitude"] * rows[i]["scale"] for i in measured])
-    axes[-1].set_xlabel(unit)
+    axes[-1].set_xlabel(x_name)
     return _saved(figure, path)
+
+
+def _horizontal(rows: list[LogRow]) -> tuple[Sequence[int], str]:
+    """Return where each row is drawn, and what that is."""
+    x = [row.get("iteration") for row in rows]
+    # A resumed run may have made some iterations twice. From 2^53 on a float does not hold each integer.
+    iterations = [i for i in x if type(i) is int and abs(i) < 2**53]
+    return (iterations, "iteration") if x == sorted(iterations) else (range(1, len(x) + 1), "row of the log")
 
 
 def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLike[str] | None = None) -> Figure:
@@ -151,15 +159,6 @@ def _rows(history: Any) -> list[LogRow]:
     if last is not None:
         rows[-1]["new_scale"] = last
     return rows
-
-
-def _positions(rows: Sequence[LogRow]) -> tuple[Sequence[int], str]:
-    """Return where to draw rows from left to right, and what these numbers are."""
-    iterations: list[Any] = [row.get("iteration") for row in rows]
-    # A resumed run may have made some iterations twice. From 2^53 on a float does not hold each integer.
-    if all(type(i) is int and abs(i) < 2**53 for i in iterations) and iterations == sorted(iterations):
-        return iterations, "iteration"
-    return range(1, len(rows) + 1), "row of the log"
 
 
 def _check(row: LogRow, where: str) -> None:

@@ -57,7 +57,7 @@ class Gradients:
             raise InvalidValueError(msg)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Simulation:
     """The scales and skipped steps of a simulated run.
 
@@ -84,14 +84,10 @@ class Simulation:
     """
 
     name: str
-    scale: tuple[float, ...]
-    skipped: tuple[bool, ...]
+    scale: tuple[float, ...] = dataclasses.field(repr=False)
+    skipped: tuple[bool, ...] = dataclasses.field(repr=False)
     final_scale: float
     raised_at: int | None
-
-    def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in self.to_dict().items())
-        return f"Simulation({values})"
 
     @property
     def steps(self) -> int:

@@ -44,13 +44,12 @@ def _main(
     """Take the options that come before a command."""
 
 
-app.command(
-    epilog="Examples: gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi",
-)(doctor)
-app.command(epilog=f"Examples: {MPIEXEC} · {TORCHRUN}")(check)
-app.command(
-    epilog="Examples: gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png",
-)(simulate)
+for _command, _examples in (
+    (doctor, "gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi"),
+    (check, f"{MPIEXEC} · {TORCHRUN}"),
+    (simulate, "gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png"),
+):
+    app.command(epilog=f"Examples: {_examples}")(_command)
 
 
 def run(arguments: list[str] | None = None) -> None:

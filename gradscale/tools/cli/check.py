@@ -25,7 +25,7 @@ from rich import print_json
 
 from gradscale.extras import needs
 from gradscale.tools.cli.check_rank import END, MARGIN, MPIEXEC, TORCHRUN, Report
-from gradscale.tools.cli.output import console, error_line, table
+from gradscale.tools.cli.output import AsJSON, console, error_line, table
 
 RANK_PROGRAM = ("-P", "-m", "gradscale.tools.cli.check_rank")
 """Python's arguments for one rank; those of its ``main`` follow."""
@@ -59,9 +59,7 @@ def check(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long to wait for a rank.")
     ] = 60.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Test agreement over the real group: every rank runs this command.
 
@@ -90,19 +88,9 @@ def check(
 
 
 def _watch(process: subprocess.Popen[bytes], connection: Connection, as_json: bool) -> int:
-    """Follow a rank until it ends or its time in a stage is over, show rank 0's page, and return the exit code."""
-    stage, limit, rank, status = "its start", 1e6, 0, None
-    page: Report = {"ok": True, "size": 0}
-    while page["ok"] and connection.poll(limit):
-        try:
-            stage, limit, rank, page = connection.recv()
-        except EOFError:
-            status = process.wait()
-            break
-    is_lost = page["ok"] and (stage != END or status != 0)
-    if is_lost:
-        ending = f" within {limit:g} s" if status is None else f": it ended with exit code {status}"
-        problem = f"did not answer{ending}, in: {stage}"
+    """Follow a rank to its end, show rank 0's page, and return the exit code."""
+    page, rank, problem = _follow(process, connection)
+    if problem:
         who = f"rank {rank} of {page['size']}" if page["size"] else "a rank"
         error_line(f"check: {who} ({socket.gethostname()}, process {process.pid}) {problem}")
         page |= {"ok": False, "problems": [{"rank": rank, "problem": problem}]}
@@ -110,14 +98,29 @@ def _watch(process: subprocess.Popen[bytes], connection: Connection, as_json: bo
     page["ok"] = page["ok"] and not is_alone
     if page["size"] and rank == 0:
         show(page, as_json)
-        for problem in page["problems"]:
-            error_line(f"check: rank {problem['rank']}: {problem['problem']}")
-    if not is_lost:
+        for one in page["problems"]:
+            error_line(f"check: rank {one['rank']}: {one['problem']}")
+    if not problem:
         process.wait()
     elif page["size"] > 1:
         # The launcher would end the others before rank 0 has printed the page; they end all.
         time.sleep(page["timeout"] + 5 * MARGIN)
     return 2 if is_alone else int(not page["ok"])
+
+
+def _follow(process: subprocess.Popen[bytes], connection: Connection) -> tuple[Report, int, str]:
+    """Wait until a rank ends or its time in a stage is over; return its page, its number, and where it was lost."""
+    stage, limit, rank, ending = "its start", 1e6, 0, ""
+    page: Report = {"ok": True, "size": 0}
+    while page["ok"] and connection.poll(limit):
+        try:
+            stage, limit, rank, page = connection.recv()
+        except EOFError:
+            if process.wait() == 0 and stage == END:
+                return page, rank, ""
+            ending = f": it ended with exit code {process.returncode}"
+            break
+    return page, rank, f"did not answer{ending or f' within {limit:g} s'}, in: {stage}" if page["ok"] else ""
 
 
 def show(page: Report, as_json: bool) -> None:

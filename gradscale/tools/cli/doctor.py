@@ -16,7 +16,7 @@ import typer
 from rich import print_json
 
 import gradscale
-from gradscale.tools.cli.output import console, table
+from gradscale.tools.cli.output import AsJSON, console, table
 from gradscale.tools.cli.probe import Component, Finding, components, find
 
 _LAUNCHER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "MPI_LOCAL", "MLX_")
@@ -64,9 +64,7 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long all may take together.")
     ] = 300.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Say which adapters are installed, usable, or broken and why.
 

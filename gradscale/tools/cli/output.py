@@ -1,15 +1,20 @@
-"""Consoles, tables and error lines of the commands."""
+"""Consoles, tables and error lines of the commands, and the option that they share."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
 from gradscale.errors import one_line
+
+AsJSON = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, and nothing else, on stdout.")]
+"""An option of commands that print a table."""
 
 
 def console(*, stderr: bool = False) -> Console:

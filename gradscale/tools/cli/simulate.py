@@ -19,7 +19,7 @@ from gradscale.policies import presets
 from gradscale.scaler.reports import KEEPS_SCALE_NAMES
 from gradscale.tools import plot as plots
 from gradscale.tools.callbacks import LogRow, read_log, was_skipped
-from gradscale.tools.cli.output import console, table
+from gradscale.tools.cli.output import AsJSON, console, table
 from gradscale.tools.simulation import Gradients, Simulation, recorded
 from gradscale.tools.simulation import simulate as run_policy
 
@@ -45,7 +45,7 @@ def simulate(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the scales; .png, .svg or .pdf.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Run presets over one trace, and show their skipped steps and scales side by side."""
     chosen = [(name, _policy(name)) for name in preset or ["torch"]]

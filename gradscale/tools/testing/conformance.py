@@ -20,7 +20,7 @@ from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTy
 from gradscale.policies import spikes
 from gradscale.policies.dynamic import DynamicScale
 
-_AsArray: TypeAlias = Callable[[object], Array]
+_AsArray: TypeAlias = Callable[..., Array]
 _Arrays: TypeAlias = Sequence[Array]
 
 _CORE = Backend()
@@ -97,15 +97,14 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
         msg = f"{arithmetic.library_name(xp)} must have __array_namespace_info__(), which tells its dtypes, got none"
         raise BackendNotAvailableError(msg)
     widest = xp.float64 if arithmetic.has_float64(xp, device) else xp.float32
-    _check_reading(backend, xp, device)
+    asarray = functools.partial(_asarray, xp, device)
+    _check_reading(backend, asarray)
     # A member that is not overridden is the pure function, with which it would be compared.
     overridden = {name for name in vars(Backend) if getattr(type(backend), name) is not getattr(Backend, name)}
     if "clip_factor" in overridden:
-        norms = itertools.product(
-            [xp.asarray(x, dtype=widest, **device_kwargs(device)) for x in _SQUARES], (0.0, 2.5, math.inf)
-        )
-        _check_member(backend, "clip_factor", [*norms])
-    factors, trackers, counts = ([_asarray(xp, device, x) for x in xs] for xs in (_FACTORS, _TRACKERS, _COUNTS))
+        squares = [asarray(x, widest) for x in _SQUARES]
+        _check_member(backend, "clip_factor", [*itertools.product(squares, (0.0, 2.5, math.inf))])
+    factors, trackers, counts = (list(map(asarray, xs)) for xs in (_FACTORS, _TRACKERS, _COUNTS))
     for policy in _RULES if "update" in overridden else ():
         calls = [(policy, policy.init(like), counts[0])]
         for count in counts[1:]:
@@ -115,7 +114,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     states[_UNIT] = arithmetic.UnitState(*states[_UNIT])
     _check_member(backend, "fingerprint", [(ScaleState(state.scale, *trackers),) for state in states])
     for dtype in dict.fromkeys((xp.float32, widest)) if dtypes is None else dtypes:
-        few, placed, clean, wide = _value_sets(xp, device, dtype)
+        few, placed, clean, wide = _value_sets(asarray, dtype)
         if overridden & {"bits", "read_summaries", "summarize"}:
             _check_summaries(backend, [*few, *placed, clean[-1]])
         for way in _IN_PLACE if "multiply_in_place" in overridden else ():
@@ -133,22 +132,19 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
                 _check_unscale(backend, "unscale_with_squares", few, state)
                 _check_unscale(backend, "unscale_with_squares", clean, state, ways)
             if dtype == xp.float32 and "unscale" in overridden:
-                _check_subnormals(backend, like, scale)
+                _check_subnormals(backend, asarray, scale)
 
 
-def _check_reading(backend: Backend, xp: ModuleType, device: object) -> None:
+def _check_reading(backend: Backend, asarray: _AsArray) -> None:
     numbers = [0, -1, validation.LARGEST_INT32, -validation.LARGEST_INT32, 7] * 60
-    array, pair = (
-        xp.asarray(numbers, dtype=xp.int32, **device_kwargs(device)),
-        xp.zeros((2,), dtype=xp.float32, **device_kwargs(device)),
-    )
+    array, pair = asarray(numbers), asarray([0.0, 0.0])
     got, (integers, _) = backend.read(array), [backend.integers(values, pair) for values in (numbers, numbers[::-1])]
     _expect("what read gives, and its types,", (got, {type(value) for value in got}), (numbers, {int}))
     _expect("the dtype and shape of integers", _form(integers), _form(array))
     _expect("integers", backend.read(integers), numbers)
-    placed = xp.zeros((), dtype=xp.float32, **device_kwargs(backend.placement(pair)))
+    placed = _asarray(array_namespace(pair), backend.placement(pair), 0.0)
     _expect("the sum of an array and of a 0-d one where placement says", _form(placed + pair), _form(pair))
-    seen = backend.peek([xp.asarray(1.5, dtype=xp.float32, **device_kwargs(device)), array[-1] * 0 - 7])
+    seen = backend.peek([asarray(1.5), array[-1] * 0 - 7])
     if seen is not None:
         _expect("what peek gives, and its types,", (seen, [*map(type, seen)]), ([1.5, -7], [float, int]))
     example = backend.example()
@@ -163,9 +159,7 @@ def _check_summaries(backend: Backend, sets: Sequence[Sequence[Array]]) -> None:
     if dtype in (xp.float32, getattr(xp, "float64", None)):
         tiny = 2.0**-126 if dtype == xp.float32 else 2.0**-1022
         # From Python's numbers, not computed.
-        values.append(
-            xp.asarray([tiny / 2, -tiny / 2, tiny, 0.0, -0.0], dtype=dtype, **device_kwargs(device_of(values[0])))
-        )
+        values.append(_asarray(xp, device_of(values[0]), [tiny / 2, -tiny / 2, tiny, 0.0, -0.0], dtype))
         wanted.append(summaries.Summary(5, 0, 0, 2, 2, tiny))
     copies = _copied(values)
     for x, want, got in zip(values, wanted, backend.read_summaries(copies)[0], strict=True):
@@ -174,17 +168,16 @@ def _check_summaries(backend: Backend, sets: Sequence[Sequence[Array]]) -> None:
     _expect_same(backend, "summarize", copies, values)
 
 
-def _check_subnormals(backend: Backend, like: Array, scale: float) -> None:
+def _check_subnormals(backend: Backend, asarray: _AsArray, scale: float) -> None:
     """Check ``unscale`` of and to float32 subnormals against Python's numbers."""
-    xp, device = array_namespace(like), device_of(like)
     parts = (2.0, 1.5, 1.0, 0.75, 0.3, 2.0**-22, 2.0**-23)
     values = [sign * validation.round_to_float32(_SMALLEST * part) for part in parts for sign in (1.0, -1.0)]
-    grad = xp.asarray(values, dtype=xp.float32, **device_kwargs(device))
-    (unscaled,), _ = backend.unscale([grad], DynamicScale(init_scale=scale).init(like))
+    grad = asarray(values)
+    (unscaled,), _ = backend.unscale([grad], DynamicScale(init_scale=scale).init(grad))
     bits = backend.bits(unscaled)
     if bits is None:
         return
-    is_lost, inverse = _loses_subnormals(backend, xp, device), validation.round_to_float32(1.0 / scale)
+    is_lost, inverse = _loses_subnormals(backend, grad), validation.round_to_float32(1.0 / scale)
     who = "the library takes subnormals for 0" if is_lost else "the library keeps subnormals"
     for value, got in zip(values, backend.read(bits), strict=True):
         kept = validation.round_to_float32(value * inverse)
@@ -195,13 +188,14 @@ def _check_subnormals(backend: Backend, like: Array, scale: float) -> None:
             _fail(f"unscale of {value!r}, scale {scale}, must give {wanted}, since {who}, got {number!r}")
 
 
-def _value_sets(xp: ModuleType, device: object, dtype: object) -> tuple[list[list[Array]], ...]:
+def _value_sets(asarray: _AsArray, dtype: object) -> tuple[list[list[Array]], ...]:
     """Return lists of arrays: a few; with each bad value at each place in turn; clean wide ones, and bad wide ones."""
+    xp = array_namespace(asarray(0.0))
 
     def array(shape: tuple[int, ...], bad: float = math.nan, place: int = -1) -> Array:
         size = math.prod(shape)
         numbers = [bad if k == place else -float(k - size // 2) for k in range(size)]
-        x = xp.astype(xp.reshape(xp.asarray(numbers, dtype=xp.float32, **device_kwargs(device)), shape), dtype)
+        x = xp.astype(xp.reshape(asarray(numbers, xp.float32), shape), dtype)
         # In the order of Fortran, too.
         return x.T if shape == (5, 3) else x
 
@@ -209,13 +203,13 @@ def _value_sets(xp: ModuleType, device: object, dtype: object) -> tuple[list[lis
     spoilt = [[array(shape, bad, math.prod(shape) // 2) for shape in _SHAPES] for bad in _BAD]
     few, placed = [[], plain, *spoilt], []
     # Beside float32: a bad one of either dtype.
-    float32 = [xp.asarray([4.0, number], dtype=xp.float32, **device_kwargs(device)) for number in (math.nan, 1.0)]
+    float32 = [asarray([4.0, number]) for number in (math.nan, 1.0)]
     few += [[x, other, plain[3]] for x, other in zip((plain[2], spoilt[0][2]), float32, strict=True)]
     if layout := summaries.layout_of(dtype):
         # Finite, though no sum of them is.
-        few.append([xp.asarray([layout.value(layout.infinity - 1)] * 7, dtype=dtype, **device_kwargs(device))])
+        few.append([asarray([layout.value(layout.infinity - 1)] * 7, dtype)])
     elif arithmetic.dtype_kind(dtype, xp) is Kind.COMPLEX:
-        few += [[xp.asarray([2.0, complex(1.0, part)], dtype=dtype, **device_kwargs(device))] for part in (*_BAD, 3.0)]
+        few += [[asarray([2.0, complex(1.0, part)], dtype)] for part in (*_BAD, 3.0)]
     for bad, (index, shape) in itertools.product(_BAD, enumerate(_SHAPES)):
         places = sorted({0, (size := math.prod(shape)) // 2, size - 1} & {*range(size)})
         placed += [[*plain[:index], array(shape, bad, place), *plain[index + 1 :]] for place in places]
@@ -242,10 +236,11 @@ def _check_unscale(
 ) -> None:
     """Check a function that unscales, as ``_check_member`` does."""
     xp, oracle, before = array_namespace(state.scale), getattr(_CORE, member), _copied(state)
+    where = device_kwargs(device_of(state.scale))
     expected = [[oracle(values, state, dtype=dtype) for values in sets] for dtype in (None, xp.float32)]
     for way in ways:
         case, copies = f"{member} by {state.scale!r}, {way}", [_copied(values, way) for values in sets]
-        results = [getattr(backend, member)(xs, state, **_options(xp, xs, way)) for xs in copies]
+        results = [getattr(backend, member)(xs, state, **_options(xp, xs, way, where)) for xs in copies]
         for values, xs, result, pure in zip(sets, copies, results, expected["float32" in way], strict=True):
             (got, count, *sums), (wanted, total, *wanted_sums) = result, pure
             _expect(f"{case}: the dtype and shape of the count", _form(count), _form(total))
@@ -266,16 +261,11 @@ def _check_unscale(
         _expect_same(backend, case, state, before)
 
 
-def _options(xp: ModuleType, grads: list[Array], way: str) -> dict[str, object]:
+def _options(xp: ModuleType, grads: list[Array], way: str, where: dict[str, object]) -> dict[str, object]:
     """Return the options that tell ``unscale`` where to write; complex arrays stay complex."""
     if way == "into arrays of float32":
-        out = [
-            xp.zeros(
-                x.shape, dtype=x.dtype if kind_of(x) is Kind.COMPLEX else xp.float32, **device_kwargs(device_of(x))
-            )
-            for x in grads
-        ]
-        return {"out": out}
+        dtypes = (x.dtype if kind_of(x) is Kind.COMPLEX else xp.float32 for x in grads)
+        return {"out": [xp.zeros(x.shape, dtype=dtype, **where) for x, dtype in zip(grads, dtypes, strict=True)]}
     return {"new arrays": {}, "new arrays of float32": {"dtype": xp.float32}}.get(way, {"out": grads})
 
 
@@ -338,7 +328,7 @@ def _same(backend: Backend, ones: _Arrays, others: _Arrays) -> bool:
     a, b = (xp.asarray(backend.bits(x)) for x in stored)
     same = xp.logical_or(both_nan, a == b)
     # bfloat16, which has 7 bits, is computed in float32, which has 23.
-    if layout.fraction_bits in (7, 23) and not _all(backend, same) and _loses_subnormals(backend, xp, device_of(a)):
+    if layout.fraction_bits in (7, 23) and not _all(backend, same) and _loses_subnormals(backend, ones[0]):
         is_lost = xp.logical_and(b & layout.mask == 0, a & layout.mask < layout.smallest_normal)
         same = xp.logical_or(same, xp.logical_and(is_lost, (a < 0) == (b < 0)))
     return _all(backend, same)
@@ -349,8 +339,8 @@ def _all(backend: Backend, same: Array) -> bool:
     return _host(backend, xp.astype(xp.all(same), xp.int32)) == 1
 
 
-def _loses_subnormals(backend: Backend, xp: ModuleType, device: object) -> bool:
-    smallest, half = (xp.full((1,), value, dtype=xp.float32, **device_kwargs(device)) for value in (_SMALLEST, 0.5))
+def _loses_subnormals(backend: Backend, like: Array) -> bool:
+    smallest, half = (_asarray(array_namespace(like), device_of(like), [value]) for value in (_SMALLEST, 0.5))
     bits = backend.bits(smallest * half)
     return bits is not None and backend.read(bits) == [0]
 
@@ -411,10 +401,11 @@ def _require(xp: ModuleType, like: Array) -> None:
         raise BackendNotAvailableError(msg)
 
 
-def _asarray(xp: ModuleType, device: object, values: object) -> Array:
-    """Return one int or a list of them as int32, and floats as float32."""
-    is_integral = isinstance(values[0] if isinstance(values, list) else values, int)
-    return xp.asarray(values, dtype=xp.int32 if is_integral else xp.float32, **device_kwargs(device))
+def _asarray(xp: ModuleType, device: object, values: object, dtype: object = None) -> Array:
+    """Return one number or a list of them; by default ints as int32, and floats as float32."""
+    if dtype is None:
+        dtype = xp.int32 if isinstance(values[0] if isinstance(values, list) else values, int) else xp.float32
+    return xp.asarray(values, dtype=dtype, **device_kwargs(device))
 
 
 def _expect_values(what: str, got: Array, values: object) -> None:
