@@ -19,7 +19,7 @@ step, or none does. ``unscale_`` is optional, for clipping. What there is beside
     a bad batch       GradScaler(skip=SkipSpikes()); StepGuard, which scales nothing; NOT_STEPPED
     a dead run        TrainingStalledWarning, GradScaler(give_up_after=100), scaler.counts()
     other scalers     load_foreign_state: ForeignState
-    what plugs in     Policy, Optimizer, Collectives; Backend, GroupBackend
+    what plugs in     Policy, Optimizer, Collectives, Group; Backend, GroupBackend
                       registry, tree, testing
     what is raised    GradscaleError, and those below it in gradscale.errors
 
@@ -40,6 +40,7 @@ from gradscale.core.ops import select as select
 from gradscale.core.ops import unscale as unscale
 from gradscale.core.protocols import NOT_STEPPED as NOT_STEPPED
 from gradscale.core.protocols import Collectives as Collectives
+from gradscale.core.protocols import Group as Group
 from gradscale.core.protocols import GroupBackend as GroupBackend
 from gradscale.core.protocols import Optimizer as Optimizer
 from gradscale.core.protocols import Policy as Policy

@@ -45,6 +45,7 @@ __all__ = [
     "StateDictError",
     "TrainingStalledError",
 ]
+__dir__ = __all__.copy
 
 _LONGEST = 1000
 # Of a message, whose end says what to do.

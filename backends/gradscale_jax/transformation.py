@@ -92,6 +92,24 @@ class ScaledOptimizerState(_Stored):
         return f"ScaledOptimizerState({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
+class ScaledTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types.
+    """What :func:`scaled` and :func:`guarded` return: an optax transformation with a :class:`ScaledOptimizerState`.
+
+    Examples
+    --------
+    >>> import gradscale_jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.guarded(optax.sgd(0.25))
+    >>> updates, opt_state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+    >>> print(updates, opt_state.skipped)
+    [-0.25 -0.25] 0
+    """
+
+    __slots__ = ()
+
+    init: Callable[[optax.Params], ScaledOptimizerState]
+    update: Callable[..., tuple[optax.Updates, ScaledOptimizerState]]
+
+
 def scaled(
     tx: optax.GradientTransformation | optax.MultiSteps,
     policy: Policy = None,  # type: ignore[assignment]  # The error for none says what to give.
@@ -102,7 +120,7 @@ def scaled(
     skip: SkipSpikes | None = None,
     warn_after: int | None = None,
     give_up_after: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> ScaledTransformation:
     """Make an optax transformation take gradients of a scaled loss, and skip steps that overflow, or spike.
 
     Parameters
@@ -130,7 +148,7 @@ def scaled(
 
     Returns
     -------
-    optax.GradientTransformationExtraArgs
+    ScaledTransformation
         Its state is a :class:`ScaledOptimizerState`. Its ``update`` takes gradients of
         ``gradscale_jax.scale(loss, scale_state(opt_state))`` and returns updates for ``optax.apply_updates``. If the
         step is skipped these are zeros (negative ones, so that not even the sign of a parameter's zero changes), and
@@ -218,13 +236,20 @@ def scaled(
             after.windows,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return ScaledTransformation(init, update)
 
 
 def guarded(
-    tx: optax.GradientTransformation | optax.MultiSteps, **options: Any
-) -> optax.GradientTransformationExtraArgs:
-    """Return ``scaled(tx, gradscale.StaticScale(1.0), **options)``: it skips bad steps, and scales nothing.
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    axis_name: Hashable | Sequence[Hashable] | None = None,
+    dtype: DTypeLike | None = None,
+    max_norm: float | None = None,
+    skip: SkipSpikes | None = None,
+    warn_after: int | None = None,
+    give_up_after: int | None = None,
+) -> ScaledTransformation:
+    """Return :func:`scaled` with ``gradscale.StaticScale(1.0)``: it skips bad steps, and scales nothing.
 
     Examples
     --------
@@ -233,7 +258,8 @@ def guarded(
     >>> print(tx.update(jnp.asarray([1.0, jnp.nan]), tx.init(jnp.ones(2)))[0])
     [-0. -0.]
     """
-    return scaled(tx, StaticScale(1.0), **options)
+    limits = {"warn_after": warn_after, "give_up_after": give_up_after}
+    return scaled(tx, StaticScale(1.0), axis_name=axis_name, dtype=dtype, max_norm=max_norm, skip=skip, **limits)
 
 
 def scale_state(opt_state: object) -> ScaleState:

@@ -20,7 +20,7 @@ from gradscale import registry
 from gradscale.core import validation
 from gradscale.core.arithmetic import NormOver
 from gradscale.core.gradients import Request
-from gradscale.core.protocols import Collectives, Policy
+from gradscale.core.protocols import Collectives, Group, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr, warn_caller
 from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, ReplacementOptions, with_options
@@ -174,7 +174,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        group: object = None,
+        group: Group | None = None,
         allow_fp16_grads: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
         **options: Unpack[ReplacementOptions],
@@ -343,7 +343,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     refuse = hosts.untraced(gradscale.GradScaler.refuse)
     step_schedule = hosts.untraced(gradscale.GradScaler.step_schedule)
 
-    def set_group(self, group: object) -> None:
+    def set_group(self, group: Group | None) -> None:
         """Agree over another group, as in :class:`gradscale.ShardedGradScaler`; None for the constructor's default."""
         iteration_of(self).require_boundary("set_group()")
         self._rejoins = group is None and (self._is_sharded or self._judges_losses)
@@ -510,7 +510,7 @@ class StepGuard(GradScaler, gradscale.StepGuard):
 
     @with_options(GuardOptions)
     def __init__(
-        self, *, group: object = None, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[GuardOptions]
+        self, *, group: Group | None = None, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[GuardOptions]
     ) -> None:
         policy = gradscale.StaticScale(1.0)
         super().__init__(None, group=group, allow_fp16_grads=True, timeout=timeout, policy=policy, **options)

@@ -1,4 +1,4 @@
-"""Protocols of what plugs in, and the state: Array, Namespace, ScaleState, Policy, Collectives, Optimizer."""
+"""Protocols of what plugs in, and the state: Array, Namespace, ScaleState, Policy, Collectives, Group, Optimizer."""
 
 from __future__ import annotations
 
@@ -97,6 +97,11 @@ class Collectives(Protocol):
         :class:`~gradscale.CollectiveTimeoutError` when a rank does not come in time, and
         :class:`~gradscale.BackendError` for failures of the group's library.
         """
+
+
+Group: TypeAlias = Collectives | Any
+"""What ranks agree over: a communicator of MPI or NCCL, a ProcessGroup or DeviceMesh of torch, a group of MLX, or a
+list of these."""
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, library_name
 from gradscale.core.ops import require_state
-from gradscale.core.protocols import Array, Collectives, Namespace, Policy, ScaleState
+from gradscale.core.protocols import Array, Collectives, Group, Namespace, Policy, ScaleState
 from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError, short_repr
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
@@ -47,7 +47,7 @@ class GroupAgreement:
     [1, 1, 1]
     """
 
-    def __init__(self, group: object, policy: Policy, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, group: Group, policy: Policy, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         seconds = validation.timeout(timeout)
         self._policy: Policy = validation.policy(policy)
         self._groups: Sequence[Collectives] = registry.all_collectives_for(group, seconds)

@@ -6,15 +6,15 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, Unpack, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
-from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer
+from gradscale.core.protocols import Array, Collectives, Group, Namespace, Optimizer
 from gradscale.core.snapshot import Snapshot
 from gradscale.errors import (
     CallOrderError,
@@ -185,7 +185,7 @@ class GradScaler:
 
     # The iteration.
 
-    def scale(self, outputs: _Outputs, *, loss: Array | float | None = None) -> _Outputs:
+    def scale(self, outputs: _Outputs, *, loss: Array | float | Literal[False] | None = None) -> _Outputs:
         """Multiply a loss, or nested containers of arrays, by the scale.
 
         Parameters
@@ -520,7 +520,7 @@ class GradScaler:
     def diagnose(
         self,
         optimizer: Optimizer,
-        names: object = None,
+        names: Mapping[str, Array] | Iterable[str | tuple[str, Array]] | None = None,
         *,
         loss: object = None,
         gather: bool = False,
@@ -869,12 +869,12 @@ class ShardedGradScaler(GradScaler):
     """
 
     @with_options(Options)
-    def __init__(self, *, group: object, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[Options]) -> None:
+    def __init__(self, *, group: Group, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[Options]) -> None:
         super().__init__(**options)
         self._timeout = validation.timeout(timeout)
         self.set_group(group)
 
-    def set_group(self, group: object) -> None:
+    def set_group(self, group: Group) -> None:
         """Agree over another group from now on; needed after unpickling, since communicators do not travel.
 
         Collective over it, as the constructor is. CallOrderError in the middle of an iteration, unless its agreement
@@ -927,7 +927,7 @@ class StepGuard(ShardedGradScaler):
     def __init__(
         self,
         *,
-        group: object = None,
+        group: Group | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         backend: str | Backend | None = None,
         **options: Unpack[GuardOptions],

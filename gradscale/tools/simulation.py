@@ -22,6 +22,7 @@ from gradscale.extras import needs
 from gradscale.policies.dynamic import next_numbers
 
 __all__ = ["Gradients", "Simulation", "recorded", "simulate"]
+__dir__ = __all__.copy
 
 _Checked = TypeVar("_Checked")
 
