@@ -1,6 +1,17 @@
-"""Ranks in one process, to test a training loop with, and the conformance suite for adapters, libraries and groups."""
+"""Tests of a training loop: four rules, and ranks in one process; and the conformance suite for adapters and groups."""
 
 from gradscale.tools.testing.conformance import check_backend, check_collectives, check_library
 from gradscale.tools.testing.ranks import RankFailedError, ThreadCollectives, run_ranks
+from gradscale.tools.testing.trainer_rules import TrainerFault, TrainerReport, check_trainer
 
-__all__ = ["RankFailedError", "ThreadCollectives", "check_backend", "check_collectives", "check_library", "run_ranks"]
+__all__ = [
+    "RankFailedError",
+    "ThreadCollectives",
+    "TrainerFault",
+    "TrainerReport",
+    "check_backend",
+    "check_collectives",
+    "check_library",
+    "check_trainer",
+    "run_ranks",
+]

@@ -1,0 +1,63 @@
+"""The states of training loops as named parts, and in which parts two of them differ."""
+
+import math
+import re
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any, TypeAlias
+
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale.core import registry, tree
+
+State: TypeAlias = dict[str, tuple[str, Sequence[Any]]]
+"""By name, such as ``optimizer.state[0].exp_avg``: what a part is, and its values as Python has them."""
+
+
+def parts_of(state: object, name: str = "") -> State:
+    """Return the parts of nested containers, dataclasses and objects with ``state_dict()``; functions are left out."""
+    parts: State = {}
+    for path, leaf in tree.leaves_with_paths(state, _is_leaf):
+        place = (name + re.sub(r"\['(.*?)'\]", r".\1", path)).lstrip(".")
+        if hasattr(leaf, "state_dict"):
+            parts |= parts_of(leaf.state_dict(), place)
+        elif is_array_api_obj(leaf):
+            parts[place] = f"{leaf.dtype} of shape {tuple(leaf.shape)}", _values(leaf)
+        elif not callable(leaf):
+            parts[place] = type(leaf).__name__, [leaf]
+    return parts
+
+
+def _is_leaf(node: object) -> bool:
+    is_container = isinstance(node, (Mapping, Sequence)) or is_dataclass(node)
+    return hasattr(node, "state_dict") or isinstance(node, (str, bytes, type)) or not is_container
+
+
+def _values(x: Any) -> Sequence[Any]:
+    """Return the values of an array on this rank, packed if they are floating."""
+    x = registry.backend_for(x).values_of(x)
+    flat: Any = [] if x is None else array_namespace(x).reshape(x, (-1,))
+    values = flat.tolist() if hasattr(flat, "tolist") else [complex(value) for value in flat]
+    return array("d", values) if all(isinstance(value, float) for value in values) else values
+
+
+def differences(ours: State, theirs: State, rtol: float, exempt: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Return the name of each part in which two states differ, and the first values that do, as text."""
+    found = []
+    for name in [name for name in theirs | ours if not any(word in name.lower() for word in exempt)]:
+        (form, a), (their_form, b) = ours.get(name, ("absent", [])), theirs.get(name, ("absent", []))
+        # Sums in another order differ by the size of what is summed, which may cancel.
+        limit = rtol * max((abs(x) for x in b if isinstance(x, float) and math.isfinite(x)), default=0.0)
+        unequal = [k for k in range(min(len(a), len(b))) if not _is_same(a[k], b[k], limit)]
+        if form != their_form:
+            found.append((name, form, their_form))
+        elif unequal:
+            where = f" at element {unequal[0]}" if len(a) > 1 else ""
+            found.append((name, f"{a[unequal[0]]!r}{where}", f"{b[unequal[0]]!r}"))
+    return found
+
+
+def _is_same(a: Any, b: Any, limit: float) -> bool:
+    """Tell whether numbers have the same bits, or differ within a limit; NaN is like NaN."""
+    return repr(a) == repr(b) or (limit > 0.0 and isinstance(a, float) and abs(a - b) <= limit)
