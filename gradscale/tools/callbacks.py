@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
 from gradscale.core import validation
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, at_scale, short_repr, warn_caller
-from gradscale.scaler.overflow import OverflowReport
+from gradscale.scaler.diagnosis.report import OverflowReport
 from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
 
 __all__ = ["BadBatches", "JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_bad_batches", "read_log"]
