@@ -118,7 +118,8 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     def get_config(self) -> dict[str, object]:
         """Return the settings that Keras saves beside the variables: the inner optimizer, and the policy."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        saved = checkpoint.build(self.policy, {"scale": float(self.policy.init(jnp.zeros(())).scale)}, 1)
+        numbers = {"scale": float(self.policy.init(jnp.zeros(())).scale)}
+        saved = checkpoint.build(checkpoint.Checkpoint(self.policy, numbers))
         return {"name": self.name, "inner_optimizer": inner, "policy": saved}
 
     @classmethod

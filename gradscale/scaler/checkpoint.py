@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gradscale.core import validation
@@ -22,36 +21,29 @@ _TRACKERS = {f"_{name}": name for name in ScaleState._fields[1:]}
 _STATIC_FACTORS = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1}
 
 
-class Loaded(NamedTuple):
-    """A checked state dict."""
+class Checkpoint(NamedTuple):
+    """What a state dict holds."""
 
     policy: Policy
-    snapshot: dict[str, float]
-    """The numbers by the names of ScaleState's fields."""
-    iteration: int
-    counts: dict[str, int]
+    numbers: Mapping[str, float]
+    """The state, by the names of ScaleState's fields."""
+    iteration: int = 1
+    counts: Mapping[str, int] = {}
     """How many steps there were of each kind; empty in older states."""
-    steps: int
+    steps: int = 0
     """How many steps were over, which the ranks of a group compare."""
-    windows: SavedWindows
-    """The windows of a scaler with ``skip=``."""
-    streaks: list[SkipStreak]
-    """The streaks of a scaler with ``give_up_after=``."""
+    windows: SavedWindows | None = None
+    """Those of a scaler with ``skip=``."""
+    streaks: Sequence[SkipStreak] | None = None
+    """Those of a scaler with ``give_up_after=``."""
 
 
-def build(
-    policy: Policy,
-    snapshot: Mapping[str, float],
-    iteration: int,
-    counts: Mapping[str, int] = MappingProxyType({}),
-    steps: int = 0,
-    windows: SavedWindows | None = None,
-    streaks: Iterable[SkipStreak] | None = None,
-) -> dict[str, object]:
-    """Return the state dict of a policy, of the numbers of a state, of counts, and of windows, if there are any."""
-    saved: dict[str, object] = {"scale": snapshot["scale"]}
+def build(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return a checkpoint as a state dict."""
+    policy, numbers, iteration, counts, steps, windows, streaks = checkpoint
+    saved: dict[str, object] = {"scale": numbers["scale"]}
     saved |= {name: getattr(policy, name, static) for name, static in _STATIC_FACTORS.items()}
-    saved |= {key: snapshot.get(name, 0) for key, name in _TRACKERS.items()}
+    saved |= {key: numbers.get(name, 0) for key, name in _TRACKERS.items()}
     saved |= {"version": VERSION, "iteration": iteration}
     if type(policy) in _KINDS.values():
         saved["policy"] = {"kind": type(policy).__name__, **dataclasses.asdict(policy)}  # type: ignore[call-overload]
@@ -64,7 +56,7 @@ def build(
     return saved
 
 
-def parse(saved: object, policy: Policy) -> Loaded:
+def parse(saved: object, policy: Policy) -> Checkpoint:
     """Check a state dict of this library or of torch's scalers; ``policy`` is kept if it holds none.
 
     Unknown keys are ignored, as torch ignores ours. StateDictError names the key and the value.
@@ -77,7 +69,7 @@ def parse(saved: object, policy: Policy) -> Loaded:
         raise StateDictError(msg) from error
 
 
-def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
+def _parse(saved: Mapping[str, object], policy: Policy) -> Checkpoint:
     if not saved:
         msg = "it is empty, as a disabled scaler saves it; construct this scaler with enabled=False, or load another"
         raise InvalidValueError(msg)
@@ -93,9 +85,9 @@ def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
         )
         raise InvalidValueError(msg)
     loaded_policy = _parse_policy(saved, policy)
-    snapshot: dict[str, float] = {"scale": loaded_policy.clamp(validation.scale("scale", saved["scale"]))}
+    numbers: dict[str, float] = {"scale": loaded_policy.clamp(validation.scale("scale", saved["scale"]))}
     for key, name in _TRACKERS.items():
-        snapshot[name] = validation.integer(key, saved.get(key, 0), 0, validation.LARGEST_INT32)
+        numbers[name] = validation.integer(key, saved.get(key, 0), 0, validation.LARGEST_INT32)
     iteration = validation.count("iteration", saved.get("iteration", 1), 1)
     counts = {
         name: validation.count(f"counts[{short_repr(name)}]", count)
@@ -103,7 +95,7 @@ def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
     }
     steps = validation.count("steps", saved.get("steps", 0))
     windows, streaks = windows_from(saved.get("spikes", "[]")), streaks_from(saved.get("streaks", "[]"))
-    return Loaded(loaded_policy, snapshot, iteration, counts, steps, windows, streaks)
+    return Checkpoint(loaded_policy, numbers, iteration, counts, steps, windows, streaks)
 
 
 def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:

@@ -68,9 +68,6 @@ _CLOSE = 2**13
 # Numbers that hardly another message holds in this place, and its negative in the other; MAX keeps _DETAILS.
 _USUAL, _CARRYING, _DETAILS = 0x47534D30, 0x47534D31, 0x47534D32
 
-# Of a float32.
-_BITS_OF_ONE = 0x3F800000
-
 _RANK_BITS = 20
 _LAST_RANK = (1 << _RANK_BITS) - 1
 # Of a reason_code below the reason: the rank, and above it two bits for its own loss.
@@ -287,9 +284,6 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
         reason, by = Reason.OVERFLOW, by if by_loss else None
     if not scaled and presence >= Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by, by_loss = Reason.NOT_SCALED, None, False
-    is_idle = not scaled and presence == Presence.ZEROS
-    is_unscaled = scaled == Scaled.BEFORE and bool(presence)
-    lacks_values = scaled == Scaled.NOW and bool(presence)
     return Verdict(
         reason,
         by,
@@ -297,11 +291,11 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
         local_nonfinite,
         bool(limits & 1),
         scale,
-        is_idle,
-        is_unscaled,
+        is_idle=not scaled and presence == Presence.ZEROS,
+        is_unscaled=scaled == Scaled.BEFORE and presence > Presence.NONE,
         by_loss=by_loss,
         gives_up=limits > 1,
-        lacks_values=lacks_values,
+        lacks_values=scaled == Scaled.NOW and presence > Presence.NONE,
         is_refused=presence == Presence.REFUSED,
     )
 
@@ -334,29 +328,24 @@ def pack_arrays(
         flags = flags._replace(limits=at_min_scale)
     bits = bits_of_float32(norm) if isinstance(norm, float) else norm_bits(backend, norm)
     fields: list[Array | int] = [*flags, _USUAL, backend.fingerprint(state), *words, bits]
-    # All numbers at once: on a device each copy is a launch.
-    numbers = backend.integers([int(x) for x in fields if isinstance(x, int)], like)
-    parts, used = [], 0
-    for x in fields:
-        if isinstance(x, int):
-            parts.append(numbers[used : used + 1])
-            used += 1
-        else:
-            # To cast may copy.
-            parts.append(xp.reshape(x if x.dtype == xp.int32 else xp.astype(x, xp.int32), (-1,)))
-    start = xp.concat(parts)
+    # All numbers at once, with a 0 in the place of each array: on a device each copy is a launch.
+    numbers = backend.integers([int(x) if isinstance(x, int) else 0 for x in fields], like)
+    start = xp.concat([numbers[k : k + 1] if isinstance(x, int) else _as_int32(x) for k, x in enumerate(fields)])
     return xp.concat([start, -start[_FLAGS:]])
 
 
 def pack_alone(backend: Backend, state: ScaleState, flags: Flags, words: Sequence[Array]) -> Array:
     """Return what the host reads if it decides alone, 1-d int32: the flags that it does not know, the state, words."""
     xp = array_namespace(state.scale)
+    unknown = [x for x in flags if not isinstance(x, int)]
     fields = state_fields(state, backend.bits(state.scale))
-    for flag in reversed([x for x in flags if not isinstance(x, int)]):
-        # To cast may be a launch, and the bits of a float say as much.
-        bits = backend.bits(flag) if flag.dtype == xp.float32 else flag
-        fields.insert(0, xp.astype(flag, xp.int32) if bits is None or bits.dtype != xp.int32 else bits)
-    return xp.concat([xp.reshape(x, (-1,)) for x in (*fields, *words)])
+    return xp.concat([*map(_as_int32, (*unknown, *fields, *words))])
+
+
+def _as_int32(x: Array) -> Array:
+    xp = array_namespace(x)
+    # To cast may copy.
+    return xp.reshape(x if x.dtype == xp.int32 else xp.astype(x, xp.int32), (-1,))
 
 
 def unpack_alone(flags: Flags, values: Sequence[int]) -> tuple[Flags, Sequence[int], Sequence[int]]:
@@ -364,8 +353,7 @@ def unpack_alone(flags: Flags, values: Sequence[int]) -> tuple[Flags, Sequence[i
     unknown = iter(values)
     flags = Flags(*(x if isinstance(x, int) else next(unknown) for x in flags))
     rest = [*unknown]
-    is_float = flags.nonfinite == _BITS_OF_ONE
-    return flags._replace(nonfinite=1) if is_float else flags, rest[: _HASH - _SCALE], rest[_HASH - _SCALE :]
+    return flags, rest[: _HASH - _SCALE], rest[_HASH - _SCALE :]
 
 
 def pack_values(words: Sequence[int], values: Sequence[int], stage: int = _CARRYING) -> list[int]:

@@ -223,10 +223,7 @@ class Reports:
 
     def record(self, optimizer: object, report: StepReport, rank: Callable[[], int] | None = None) -> None:
         """Keep the report of a step; if it was skipped, call ``on_skip``, unless ``rank`` is None."""
-        if id(optimizer) in self._last:
-            self._last[id(optimizer)] = report
-        else:
-            self._last.set(optimizer, report)
+        self._last.set(optimizer, report)
         if report.reason in ("disabled", "no gradients"):
             return
         # Whole tables of a large model would be hundreds of MiB.

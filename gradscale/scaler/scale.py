@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from array_api_compat import array_namespace
@@ -147,21 +147,16 @@ class CurrentScale:
         self.mark_adapted()
         if self.is_static:
             return
-        count = counts[0]
-        for other in counts[1:]:
-            # What the host knows is an overflow, or says nothing.
-            if isinstance(count, int) or isinstance(other, int):
-                count = count or other if isinstance(count, int) else other or count
-            else:
-                count = self.xp.maximum(count, other)
+        # What the host knows is an overflow, or says nothing.
+        count = max([one for one in counts if isinstance(one, int)], default=0)
+        late = [one for one in counts if not isinstance(one, int)]
+        if late and not count:
+            count = functools.reduce(self.xp.maximum, late)
         is_kept = functools.reduce(self.xp.logical_and, flags) if flags else None
         if isinstance(count, int) and is_kept is None and isinstance(before, list) and self.state_adapter.takes_numbers:
             new = next_numbers(self.policy, before, count)
             if new is not None:
-                changed: list[float | None] = [*new]
-                for index, old in enumerate(before):
-                    if new[index] == old:
-                        changed[index] = None
+                changed = [None if one == old else one for one, old in zip(new, before, strict=True)]
                 self.state = self.state_adapter.with_numbers(state, changed)
                 return
         self.state = self.state_adapter.adapt(self.policy, state, count, is_kept, self.scale_lower_bound(state))
@@ -279,17 +274,16 @@ class CurrentScale:
         if self.use is not Use.LEFTOVERS:
             self.use = Use.LEFTOVERS if has_leftovers else Use.NONE
 
-    def load(self, policy: Policy, numbers: dict[str, float]) -> None:
+    def load(self, policy: Policy, numbers: Mapping[str, float]) -> None:
         """Go on with another policy and other numbers."""
         if not self.use.is_fresh:
             self.use = Use.LOADED if self.use is Use.SCALED else Use.NONE
-        least, is_static = _smallest_factor(policy), type(policy) is StaticScale
-        self.policy, self.is_static, self._least_factor = policy, is_static, least
+        self.policy, self.is_static, self._least_factor = policy, type(policy) is StaticScale, _smallest_factor(policy)
         self._largest = self._reachable(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
         self._note_replaced(numbers["scale"])
         self._replace(numbers)
 
-    def _replace(self, numbers: dict[str, float]) -> None:
+    def _replace(self, numbers: Mapping[str, float]) -> None:
         if self.state is None:
             self._restored |= numbers
             return
@@ -302,16 +296,13 @@ class CurrentScale:
 
     def _possible(self, numbers: Numbers) -> Numbers:
         """Return numbers; BackendError for some that no policy makes."""
-        (scale, *trackers), largest = numbers, self._largest
-        if 0.0 < scale < math.inf and all(
-            0 <= tracker <= most for tracker, most in zip(trackers, largest, strict=True)
-        ):
+        trackers = [*zip(ScaleState._fields[1:], numbers[1:], self._largest, strict=True)]
+        if 0.0 < numbers.scale < math.inf and all(0 <= tracker <= most for _, tracker, most in trackers):
             return numbers
-        names = ScaleState._fields[1:]
-        values = ", ".join(f"{name}={tracker}" for name, tracker in zip(names, trackers, strict=True))
-        most = ", ".join(f"{name} {most}" for name, most in zip(names, largest, strict=True))
+        values = ", ".join(f"{name}={value!r}" for name, value in numbers._asdict().items())
+        most = ", ".join(f"{name} {most}" for name, _, most in trackers)
         msg = (
-            f"the host has read a state from {self.xp.__name__} that no policy makes, got scale={scale!r}, {values}; "
+            f"the host has read a state from {self.xp.__name__} that no policy makes, got {values}; "
             f"the scale is finite and above 0, and no tracker negative or above {most}. A function of the library, "
             f"such as concat, gives wrong values for arrays this small, or something else has written to the state; "
             f"the scaler has not taken it over. gradscale.testing.check_backend may show which; try another version "

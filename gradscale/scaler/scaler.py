@@ -660,7 +660,8 @@ class GradScaler:
         steps = iteration.steps_before - iteration.alone_before
         if not iteration.counts_alone:
             steps += sum(progress.has_stepped for progress in iteration.progresses.all)
-        return checkpoint.build(current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks)
+        saved = current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks
+        return checkpoint.build(checkpoint.Checkpoint(*saved))
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
@@ -691,10 +692,10 @@ class GradScaler:
         agreement.recover()
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
-        current.load(loaded.policy, loaded.snapshot)
-        self._parts.tally.restart(loaded.counts, loaded.streaks)
+        current.load(loaded.policy, loaded.numbers)
+        self._parts.tally.restart(loaded.counts, loaded.streaks or ())
         if self._parts.guard is not None:
-            self._parts.guard.load(loaded.windows, current.adapter.write_into)
+            self._parts.guard.load(loaded.windows or (), current.adapter.write_into)
 
     def __getstate__(self) -> dict[str, object]:
         """Return settings and numbers to pickle, and no arrays, groups or reports; CallOrderError in mid-iteration."""
@@ -1011,8 +1012,7 @@ class StepGuard(ShardedGradScaler):
         if self._enabled:
             # The scale and its settings are checked, and left out.
             loaded = checkpoint.parse(state_dict, _ONE)
-            kept = loaded.iteration, loaded.counts, loaded.steps, loaded.windows, loaded.streaks
-            state_dict = checkpoint.build(_ONE, {"scale": 1.0}, *kept)
+            state_dict = checkpoint.build(loaded._replace(policy=_ONE, numbers={"scale": 1.0}))
         super().load_state_dict(state_dict)
 
 

@@ -292,7 +292,7 @@ def _read(
     return ForeignState(
         format=layout.system,
         policy=policy,
-        state_dict=checkpoint.build(policy, snapshot, 1),
+        state_dict=checkpoint.build(checkpoint.Checkpoint(policy, snapshot)),
         missing=(*missing, *note),
         assumed=MappingProxyType(assumed | note),
     )

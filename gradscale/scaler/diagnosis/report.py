@@ -201,7 +201,8 @@ class OverflowReport:
 
     def table(self, limit: int = TABLE_ROWS) -> str:
         """Return the report as text of at most ``limit`` rows; InvalidTypeError, InvalidValueError for a bad limit."""
-        entries = self.entries[: validation.integer("limit", limit, 0, validation.LARGEST_INT32)]
+        limit = validation.integer("limit", limit, 0, validation.LARGEST_INT32)
+        shown = _shortened(self, self.entries[:limit], limit)
         bad = len(self.nonfinite) + self.omitted_nonfinite
         total = len(self.entries) + self.omitted_nonfinite + self.omitted_finite
         lines = [
@@ -210,13 +211,11 @@ class OverflowReport:
             f"cause: {self.cause}. {self.explanation}",
         ]
         if self.broken:
-            lines += ["", "weights and optimizer state with inf or NaN", *_table(self.broken[:limit])]
-            more_broken = len(self.broken[limit:]) + self.omitted_broken
-            lines += [f"... and {more_broken} more"] * (more_broken > 0)
-        if entries:
-            lines += ["", *_table(entries)]
-        more_bad = bad - sum(entry.nonfinite > 0 for entry in entries)
-        more_finite = total - bad - sum(entry.nonfinite == 0 for entry in entries)
+            lines += ["", "weights and optimizer state with inf or NaN", *_table(shown.broken or ())]
+            lines += [f"... and {shown.omitted_broken} more"] * (shown.omitted_broken > 0)
+        if shown.entries:
+            lines += ["", *_table(shown.entries)]
+        more_bad, more_finite = shown.omitted_nonfinite, shown.omitted_finite
         more = [f"{more_bad} more with inf or NaN"] * (more_bad > 0)
         more += [f"{more_finite} more finite parameter{'s' * (more_finite != 1)}"] * (more_finite > 0)
         return "\n".join([*lines, f"... and {' and '.join(more)}"] if more else lines)
