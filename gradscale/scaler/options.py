@@ -74,8 +74,7 @@ DEFAULTS: dict[str, Any] = {
 
 _SETTINGS = {field.name for field in dataclasses.fields(DynamicScale)}
 _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
-# Arguments of torch's scalers alone.
-_OF_TORCH = {"device", "process_group", "allow_fp16_grads"}
+_OF_TORCH = "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
 
 
 def with_options(
@@ -112,33 +111,34 @@ def with_options(
 def _mistake(
     name: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object], what: str
 ) -> InvalidTypeError:
+    """Return the error for arguments that a function does not take; ``what`` is Python's own text."""
     parameters = [one for one in signature.parameters.values() if one.name not in ("self", "optimizer")]
-    options = [one.name for one in parameters]
     named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
-    by_position = len(signature.parameters) - len(named)
-    owner = "a scaler" if name == "__init__" else f"{name}()"
     unknown = [name for name in kwargs if name not in signature.parameters]
-    unnamed = args[by_position:]
+    unnamed = args[len(signature.parameters) - len(named) :]
+    owner, options = "a scaler" if name == "__init__" else f"{name}()", [one.name for one in parameters]
     if unknown:
         what = f"unexpected keyword arguments {unknown}"
     elif unnamed:
         what = f"{owner} takes its options by name, such as {named[0]}=, got {short_repr(unnamed)}"
-    settings = {name: value for name, value in kwargs.items() if name in _SETTINGS}
-    msg = f"{what}; the options of {owner} are {options}"
-    if "policy" in options and not settings.keys().isdisjoint(unknown):
-        arguments = ", ".join(f"{name}={short_repr(value)}" for name, value in settings.items())
-        msg += f"; for settings of the policy write policy=gradscale.DynamicScale({arguments})"
-    elif name == "__init__" and "policy" not in options and not {"policy", "device", *_SETTINGS}.isdisjoint(unknown):
-        msg += "; a StepGuard multiplies nothing: settings of a scale are taken by GradScaler"
-    elif by_position == 1 and "group" in unknown:
-        msg += "; group= is taken by gradscale.ShardedGradScaler"
     elif what.endswith(": 'group'"):
-        msg = f"{what}, which must be {A_GROUP}"
-    elif unknown:
-        msg += nearest(unknown[0], options)
-    if by_position == 1 and "policy" in options and (unnamed or not _OF_TORCH.isdisjoint(unknown)):
-        msg += "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
-    return InvalidTypeError(msg)
+        return InvalidTypeError(f"{what}, which must be {A_GROUP}")
+    hint = _OF_TORCH if unnamed and "policy" in options else _hint(options, kwargs, unknown)
+    return InvalidTypeError(f"{what}; the options of {owner} are {options}{hint}")
+
+
+def _hint(options: Sequence[str], kwargs: Mapping[str, object], unknown: Sequence[str]) -> str:
+    """Return where options belong that are not among those of a function."""
+    if "policy" in options and not _SETTINGS.isdisjoint(unknown):
+        arguments = ", ".join(f"{name}={short_repr(value)}" for name, value in kwargs.items() if name in _SETTINGS)
+        return f"; for settings of the policy write policy=gradscale.DynamicScale({arguments})"
+    if "policy" not in options and "skip" in options and not {"policy", "device", *_SETTINGS}.isdisjoint(unknown):
+        return "; a StepGuard multiplies nothing: settings of a scale are taken by GradScaler"
+    if "policy" in options and not {"device", "process_group", "allow_fp16_grads"}.isdisjoint(unknown):
+        return _OF_TORCH
+    if "group" in unknown:
+        return "; group= is taken by gradscale.ShardedGradScaler"
+    return nearest(unknown[0], options) if unknown else ""
 
 
 def policy_of(options: Mapping[str, Any]) -> Policy:
