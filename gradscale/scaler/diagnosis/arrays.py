@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, NoReturn
+from typing import NoReturn, TypeAlias
 
 from array_api_compat import is_array_api_obj
 
@@ -13,20 +13,12 @@ from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import NamedGradient
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
+from gradscale.scaler.diagnosis.report import ParameterReport
+
+Labelled: TypeAlias = tuple[ParameterReport, Array]
+"""An array, and what a report says of it before it is read: its name, kind and key."""
 
 _NAMES_USAGE = "pass names=model.named_parameters(), a mapping of names to parameters, or a string for each parameter"
-
-
-class InspectedArray(NamedTuple):
-    """An array of an optimizer for a parameter: its gradient or None, its weight, or a part of the state.
-
-    An array that belongs to no parameter is called ``state``, with the path as key.
-    """
-
-    kind: Literal["gradient", "weight", "state"]
-    name: str
-    array: Array
-    key: str = ""
 
 
 @reading("names")
@@ -78,7 +70,7 @@ def weights_and_state(
     renamed: Sequence[NamedGradient],
     params: object,
     state: object,
-) -> list[InspectedArray]:
+) -> list[Labelled]:
     """Return an optimizer's weights and the arrays of its state, but for integers.
 
     ``gradients`` are under its own names, and ``renamed`` the same under the user's; None for ``params`` and True for
@@ -97,12 +89,12 @@ def weights_and_state(
     arrays = list(_weights(gradients, renamed, params))
     if state is not None and state is not False:
         arrays += _arrays_in_state(state, parameters)
-    return [one for one in arrays if is_array_api_obj(one.array) and is_floating(one.array)]
+    return [(label, x) for label, x in arrays if is_array_api_obj(x) and is_floating(x)]
 
 
 def _weights(
     gradients: Sequence[NamedGradient], renamed: Sequence[NamedGradient], params: object
-) -> Iterator[InspectedArray]:
+) -> Iterator[Labelled]:
     if params is None:
         located = [(one.name, one.parameter) for one in renamed]
     elif hasattr(params, "named_parameters") and hasattr(params, "named_buffers"):
@@ -111,20 +103,20 @@ def _weights(
     else:
         names = {one.name: other.name for one, other in zip(gradients, renamed, strict=True)}
         located = [(names.get(path, path) or "params", leaf) for path, leaf in _leaves("params", params)]
-    return (InspectedArray("weight", name, array) for name, array in located)
+    return ((ParameterReport(name, kind="weight"), x) for name, x in located)
 
 
-def _arrays_in_state(state: object, parameters: Mapping[int, str]) -> Iterator[InspectedArray]:
+def _arrays_in_state(state: object, parameters: Mapping[int, str]) -> Iterator[Labelled]:
     """Yield the items of a container or of torch's mapping of parameters; no iterator in it is read."""
     if not isinstance(state, Mapping) or all(isinstance(key, (str, int)) for key in state):
         for path, leaf in _leaves("state", state, _is_leaf):
-            yield InspectedArray("state", "state", leaf, path)
+            yield ParameterReport("state", kind="state", key=path), leaf
         return
     for parameter, values in state.items():
         name = parameters.get(id(parameter), parameter if isinstance(parameter, str) else type(parameter).__name__)
         for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             for path, leaf in tree.leaves_with_paths(value, _is_leaf):
-                yield InspectedArray("state", name, leaf, f"{key}{path}")
+                yield ParameterReport(name, kind="state", key=f"{key}{path}"), leaf
 
 
 def _is_leaf(node: object) -> bool:

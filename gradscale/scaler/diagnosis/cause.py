@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from gradscale.scaler.diagnosis.report import Cause, OverflowReport, ParameterReport, RankReport, rank_text
+from gradscale.scaler.diagnosis.report import Cause, OverflowReport, ParameterReport, rank_text
 
 NO_GRADIENTS = (
     "they were zeroed after backward(), or never made, or the optimizer holds the parameters of another model "
@@ -21,26 +21,26 @@ _ZERO_SHARE = 0.99
 _MAX_RANKS = 8
 
 
-def join(ranks: Iterable[RankReport], minimum: float | None) -> OverflowReport:
-    """Join the reports of ranks; ``minimum``: the smallest scale that the policy allows, None if it is always 1."""
-    parts = sorted(ranks, key=lambda part: part.rank)
+def join(reports: Sequence[OverflowReport], minimum: float | None, *, is_scaled: bool) -> OverflowReport:
+    """Join the reports of ranks, and find the cause.
+
+    ``minimum`` is the smallest scale that the policy allows, None if it is always 1; ``is_scaled``: whether the
+    gradients of any rank still are.
+    """
     # A rank without gradients may not know the scale, and one that has not called scale() not the iteration.
-    first = max((part for part in parts if part.entries), key=lambda part: part.iteration, default=parts[0])
-    searched = [part.broken for part in parts if part.broken is not None]
-    losses = [part.loss_nonfinite for part in parts if part.loss_nonfinite is not None]
-    report = OverflowReport(
-        _sorted(part.entries for part in parts),
-        first.scale,
-        first.iteration,
-        "none",
-        "All gradients are finite.",
-        omitted_nonfinite=sum(part.omitted_nonfinite for part in parts),
-        omitted_finite=sum(part.omitted_finite for part in parts),
+    first = max((one for one in reports if one.entries), key=lambda one: one.iteration, default=reports[0])
+    searched = [one.broken for one in reports if one.broken is not None]
+    losses = [one.loss_nonfinite for one in reports if one.loss_nonfinite is not None]
+    report = dataclasses.replace(
+        first,
+        entries=_sorted(one.entries for one in reports),
+        omitted_nonfinite=sum(one.omitted_nonfinite for one in reports),
+        omitted_finite=sum(one.omitted_finite for one in reports),
         loss_nonfinite=sum(losses) if losses else None,
         broken=_sorted(searched) if searched else None,
-        omitted_broken=sum(part.omitted_broken for part in parts),
+        omitted_broken=sum(one.omitted_broken for one in reports),
     )
-    cause, explanation = find_cause(report, minimum, is_scaled=any(part.is_scaled for part in parts))
+    cause, explanation = find_cause(report, minimum, is_scaled=is_scaled)
     if cause == "model":
         explanation += _beginning(report)
     return dataclasses.replace(report, cause=cause, explanation=explanation)
@@ -98,7 +98,7 @@ def find_cause(report: OverflowReport, minimum: float | None, *, is_scaled: bool
         if is_scaled or not is_subnormal:
             return "underflow", f"{shares}: raise the scale (init_scale, or a shorter growth_interval)."
         return "underflow", f"{shares} once they are unscaled: keep float32 gradients (master_dtype), or bfloat16."
-    return report.cause, report.explanation
+    return "none", "All gradients are finite."
 
 
 def _beginning(report: OverflowReport) -> str:

@@ -23,6 +23,7 @@ from gradscale.scaler.progress import Progress, Stage
 
 # After so many overflows in a row the weights and the optimizer's state are searched, too.
 _SUSPICIOUS = 3
+_NOTHING = OverflowReport((), 1.0, 0, "none", "")
 
 
 class Diagnosis:
@@ -67,23 +68,29 @@ class Diagnosis:
         if optimizer in self._reports:
             # Its verdict may not have been read yet.
             self._reports.last(optimizer)
-        pending = None if progress is None else progress.pending
-        groups: Sequence[Collectives] = ()
-        if gather and self._enabled:
-            groups = (pending and pending.groups) or iteration.messages.groups_for(optimizer)
-        if len(groups) > 1 and progress is not None and pending is not None and pending.is_begun:
-            # A rank that has not called scale() has sent all of this message in unscale_, before the diagnosis.
-            iteration.verdict(progress)
+        groups = self._groups_of(optimizer, iteration, progress) if gather and self._enabled else ()
         failure: Exception | None = None
         try:
             own = self._rank_report(optimizer, iteration, progress, options)
         except Exception as error:
             # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
-            failure, own = error, RankReport(failure=f"{type(error).__name__}: {error}")
-        reports = self._gathered(own, optimizer, iteration, groups) if groups else [own]
+            failure, own = error, RankReport(_NOTHING, failure=f"{type(error).__name__}: {error}")
+        ranks = self._gathered(own, optimizer, iteration, groups) if groups else [own]
         if failure is not None:
             raise failure
-        return join(reports, self._smallest_scale())
+        is_scaled = any(one.is_scaled for one in ranks)
+        return join([one.report for one in ranks], self._smallest_scale(), is_scaled=is_scaled)
+
+    def _groups_of(
+        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None
+    ) -> Sequence[Collectives]:
+        """Return the groups to gather over, once an agreement over several of them is finished."""
+        pending = None if progress is None else progress.pending
+        groups = (pending and pending.groups) or iteration.messages.groups_for(optimizer)
+        if len(groups) > 1 and progress is not None and pending is not None and pending.is_begun:
+            # A rank that has not called scale() has sent all of this message in unscale_, before the diagnosis.
+            iteration.verdict(progress)
+        return groups
 
     def _gathered(
         self, own: RankReport, optimizer: Optimizer, iteration: Iteration, groups: Sequence[Collectives]
@@ -119,14 +126,11 @@ class Diagnosis:
         if not isinstance(scale, float):
             scale = validation.float32_from_bits(numbers.pop()[0])
         entries, broken = self.look.reports(rows, summaries, scale if is_scaled else 1.0)
-        return RankReport(
-            entries=entries,
-            broken=broken if is_searched else None,
-            scale=scale,
-            iteration=number,
-            is_scaled=is_scaled,
-            loss_nonfinite=None if lost is None else lost + sum(map(sum, numbers)),
+        loss_nonfinite = None if lost is None else lost + sum(map(sum, numbers))
+        report = OverflowReport(
+            entries, scale, number, "none", "", 0, 0, loss_nonfinite, broken if is_searched else None
         )
+        return RankReport(report, is_scaled=is_scaled)
 
     def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None) -> bool:
         if _is_ready(progress) and self._enabled and iteration.scaling.has_scaled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import dataclasses
 import functools
 import operator
 import sys
@@ -18,12 +19,12 @@ from gradscale.core.protocols import Array, Optimizer
 from gradscale.core.summaries import Summary
 from gradscale.core.tree import first_floating, floating_leaves, require_arrays
 from gradscale.errors import GradscaleError, InvalidTypeError, short_repr
-from gradscale.scaler.diagnosis.arrays import InspectedArray, rename, weights_and_state
+from gradscale.scaler.diagnosis.arrays import rename, weights_and_state
 from gradscale.scaler.diagnosis.report import ParameterReport
 from gradscale.scaler.scale import CurrentScale
 
-Row: TypeAlias = tuple[int, InspectedArray, Array | None]
-"""An array, its position, and its values on this rank, if it has any."""
+Row: TypeAlias = tuple[ParameterReport, Array | None]
+"""What a report says of an array before it is read, and its values on this rank, if it has any."""
 
 
 class DiagnosisOptions(NamedTuple):
@@ -40,7 +41,7 @@ class Look:
     """Reads arrays, and changes none."""
 
     def __init__(self, current: CurrentScale) -> None:
-        self._current, self._values_of = current, current.adapter.values_of
+        self._current, self._adapter = current, current.adapter
 
     def rows_of(self, optimizer: Optimizer, options: DiagnosisOptions) -> tuple[list[Row], bool]:
         """Return an optimizer's gradients, its weights and state if they are to be searched, and whether they were."""
@@ -51,12 +52,12 @@ class Look:
             return rows, False
         try:
             arrays = weights_and_state(optimizer, gradients, renamed, options.params, options.state)
-            found = [(index, one, self._values_of(one.array)) for index, one in enumerate(arrays)]
+            found = [self._row(*each, index) for index, each in enumerate(arrays)]
         except GradscaleError:
             if not options.is_by_itself:
                 raise
             return rows, False
-        return [*rows, *(row for row in found if row[2] is not None)], True
+        return [*rows, *(row for row in found if row[1] is not None)], True
 
     def _gradient_rows(self, optimizer: Optimizer, gradients: Sequence[NamedGradient]) -> list[Row]:
         """Return the floating gradients, and those that are missing."""
@@ -65,15 +66,19 @@ class Look:
         like = first_floating(arrays)
         floating = [] if like is None else floating_leaves(arrays, array_namespace(like), what=what)
         wanted = {id(None), *map(id, floating)}
-        return [
-            (index, InspectedArray("gradient", name, x), None if x is None else self._values_of(x))
-            for index, (name, x, _) in enumerate(gradients)
-            if id(x) in wanted
-        ]
+        named = [(ParameterReport(one.name), one.array) for one in gradients]
+        return [self._row(label, x, index) for index, (label, x) in enumerate(named) if id(x) in wanted]
+
+    def _row(self, label: ParameterReport, x: Array | None, index: int) -> Row:
+        values = None if x is None else self._adapter.values_of(x)
+        if values is None:
+            return dataclasses.replace(label, index=index, missing=True), None
+        shape, dtype = self._adapter.shape_of(x), str(values.dtype).rpartition(".")[2]
+        return dataclasses.replace(label, index=index, shape=shape, dtype=dtype), values
 
     def count_nonfinite(self, leaves: Sequence[object]) -> Array | None:
         """Return how many arrays, of those on this rank, are not finite, 0-d int32; None without any. No host read."""
-        values = [self._values_of(leaf) for leaf in leaves if is_array_api_obj(leaf)]
+        values = [self._adapter.values_of(leaf) for leaf in leaves if is_array_api_obj(leaf)]
         floating = [x for x in values if x is not None and is_floating(x)]
         if not floating:
             return None
@@ -99,7 +104,7 @@ class Look:
 
     def read(self, rows: Sequence[Row], others: list[Array]) -> tuple[list[Summary], list[list[int]]]:
         """Summarize the arrays that there are, and read others: one host read for each library."""
-        arrays = [x for _, _, x in rows if x is not None]
+        arrays = [x for _, x in rows if x is not None]
         summaries: dict[int, Summary] = {}
         values: dict[int, list[int]] = {}
         backend_for = self._current.backend_for
@@ -117,22 +122,15 @@ class Look:
     ) -> tuple[tuple[ParameterReport, ...], tuple[ParameterReport, ...]]:
         """Return the reports on gradients, and on other arrays with inf or NaN, the worst first."""
         remaining = iter(summaries)
-        reports = sorted(
-            [
-                ParameterReport(one.name, index=index, missing=True)
-                if x is None
-                else self._report(index, one, x, next(remaining), divisor if one.kind == "gradient" else 1.0)
-                for index, one, x in rows
-            ],
-            key=lambda report: report.badness,
-        )
+        reports = [label if x is None else _counted(label, next(remaining), divisor) for label, x in rows]
+        reports.sort(key=lambda report: report.badness)
         gradients = tuple(report for report in reports if report.kind == "gradient")
         return gradients, tuple(report for report in reports if report.kind != "gradient" and report.nonfinite)
 
-    def _report(self, index: int, one: InspectedArray, x: Array, summary: Summary, divisor: float) -> ParameterReport:
-        has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
-        # Divided by a scale below 1 it may be beyond float64.
-        largest = min(summary.largest / divisor, sys.float_info.max) if has_finite else None
-        counted = summary._asdict() | {"largest": largest, "dtype": str(x.dtype).rpartition(".")[2]}
-        shape = self._current.adapter.shape_of(one.array)
-        return ParameterReport(one.name, index=index, shape=shape, kind=one.kind, key=one.key, **counted)
+
+def _counted(label: ParameterReport, summary: Summary, divisor: float) -> ParameterReport:
+    """Return the report on an array that was read; the values of a gradient are divided by ``divisor``."""
+    has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
+    # Divided by a scale below 1 it may be beyond float64.
+    largest = min(summary.largest / (divisor if label.kind == "gradient" else 1.0), sys.float_info.max)
+    return dataclasses.replace(label, **summary._asdict() | {"largest": largest if has_finite else None})

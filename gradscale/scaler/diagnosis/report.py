@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 from gradscale.core import validation
 from gradscale.errors import one_line
@@ -12,8 +12,6 @@ from gradscale.errors import one_line
 Cause = Literal["none", "scale", "model", "underflow", "no gradients", "weights", "optimizer state"]
 _LONGEST_NAME = 48
 TABLE_ROWS = 20
-
-_Report = TypeVar("_Report", "RankReport", "OverflowReport")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,27 +110,6 @@ class ParameterReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RankReport:
-    """A rank's own report, as it is sent to the others; the fields of these names are OverflowReport's."""
-
-    rank: tuple[int, ...] = ()  # in each group gathered over
-    entries: tuple[ParameterReport, ...] = ()
-    broken: tuple[ParameterReport, ...] | None = None
-    omitted_nonfinite: int = 0
-    omitted_finite: int = 0
-    omitted_broken: int = 0
-    scale: float = 1.0
-    iteration: int = 0
-    is_scaled: bool = False  # whether the gradients still are
-    loss_nonfinite: int | None = None
-    failure: str = ""  # why this rank could not read its gradients
-
-    def worst(self, limit: int) -> RankReport:
-        """Return the report with at most so many entries."""
-        return _shortened(self, self.entries[:limit], limit)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class OverflowReport:
     """The inf, NaN, zeros and subnormals of an optimizer's gradients; ``print(report)`` shows a table, the worst first.
 
@@ -189,7 +166,20 @@ class OverflowReport:
         if entries and largest is not None and largest not in entries:
             # The magnitude of the step in logs and plots.
             entries = (*entries[:-1], largest)
-        return _shortened(self, entries, limit)
+        return self.of_some(entries, limit)
+
+    def of_some(self, entries: tuple[ParameterReport, ...], limit: int) -> OverflowReport:
+        """Return the report of some of its entries, and at most so many broken arrays; it counts what it leaves out."""
+        bad, bad_kept = (sum(entry.nonfinite > 0 for entry in each) for each in (self.entries, entries))
+        broken = self.broken or ()
+        return dataclasses.replace(
+            self,
+            entries=entries,
+            broken=self.broken and broken[:limit],
+            omitted_nonfinite=self.omitted_nonfinite + bad - bad_kept,
+            omitted_finite=self.omitted_finite + len(self.entries) - bad - (len(entries) - bad_kept),
+            omitted_broken=self.omitted_broken + len(broken[limit:]),
+        )
 
     @property
     def nonfinite(self) -> tuple[ParameterReport, ...]:
@@ -202,7 +192,7 @@ class OverflowReport:
     def table(self, limit: int = TABLE_ROWS) -> str:
         """Return the report as text of at most ``limit`` rows; InvalidTypeError, InvalidValueError for a bad limit."""
         limit = validation.integer("limit", limit, 0, validation.LARGEST_INT32)
-        shown = _shortened(self, self.entries[:limit], limit)
+        shown = self.of_some(self.entries[:limit], limit)
         bad = len(self.nonfinite) + self.omitted_nonfinite
         total = len(self.entries) + self.omitted_nonfinite + self.omitted_finite
         lines = [
@@ -227,18 +217,18 @@ class OverflowReport:
         return fields | {"entries": [entry.to_dict() for entry in self.entries], "broken": broken}
 
 
-def _shortened(report: _Report, entries: tuple[ParameterReport, ...], limit: int) -> _Report:
-    """Return a report of some of its entries, and of at most so many broken arrays, which counts what it leaves out."""
-    bad, bad_kept = (sum(entry.nonfinite > 0 for entry in each) for each in (report.entries, entries))
-    broken = report.broken or ()
-    return dataclasses.replace(
-        report,
-        entries=entries,
-        broken=report.broken and broken[:limit],
-        omitted_nonfinite=report.omitted_nonfinite + bad - bad_kept,
-        omitted_finite=report.omitted_finite + len(report.entries) - bad - (len(entries) - bad_kept),
-        omitted_broken=report.omitted_broken + len(broken[limit:]),
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankReport:
+    """A rank's own report, as it is sent to the others."""
+
+    report: OverflowReport
+    """Of this rank alone, without the cause; an empty one with a ``failure``."""
+    rank: tuple[int, ...] = ()
+    """In each group that is gathered over."""
+    is_scaled: bool = False
+    """Whether the gradients still are."""
+    failure: str = ""
+    """Why this rank could not look at its arrays."""
 
 
 def rank_text(rank: Sequence[int]) -> str:
