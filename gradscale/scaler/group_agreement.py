@@ -11,7 +11,7 @@ from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, library_name
 from gradscale.core.ops import require_state
 from gradscale.core.protocols import Array, Collectives, Group, Namespace, Policy, ScaleState
-from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError, short_repr
+from gradscale.errors import BackendError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
 from gradscale.scaler.claim import Claim, Flags, Purpose, Reason
@@ -140,5 +140,4 @@ def _require_0d(name: str, x: Array, xp: Namespace, dtype: str, source: str) -> 
     # A kind of the standard: a library may call the dtype itself otherwise.
     if not is_one or not xp.isdtype(x.dtype, dtype if dtype == "bool" else getattr(xp, dtype)):
         kind = f"{dtype} array of the state's library, {library_name(xp)}"
-        msg = f"{name} must be a 0-d {kind}, such as {source} returns, got {type(x).__name__} {short_repr(x)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(x, name, f"a 0-d {kind}, such as {source} returns")

@@ -102,8 +102,7 @@ class Observation(NamedTuple):
 def guard_for(skip: object) -> Guard | None:
     """Return a guard that judges by a rule; None without a rule."""
     if skip is not None and not isinstance(skip, SkipSpikes):
-        msg = f"skip must be a SkipSpikes, such as gradscale.SkipSpikes(deviations=6.0), got {short_repr(skip)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(skip, "skip", "a SkipSpikes, such as gradscale.SkipSpikes(deviations=6.0)")
     return None if skip is None else Guard(skip)
 
 
@@ -225,13 +224,8 @@ class Guard:
             [len(one.values) for one in windows],
             [one.skipped for one in windows],
         )
-        where = registry.backend_for(like).placement(like)
-        return SpikeState(
-            *(
-                xp.asarray(rows, dtype=old.dtype, **device_kwargs(where))
-                for rows, old in zip(fields, empty, strict=True)
-            )
-        )
+        on = device_kwargs(registry.backend_for(like).placement(like))
+        return SpikeState(*(xp.asarray(x, dtype=old.dtype, **on) for x, old in zip(fields, empty, strict=True)))
 
     def load(self, saved: SavedWindows, write: _Write) -> None:
         """Go on with saved windows; optimizers that have one keep its arrays."""
@@ -264,8 +258,7 @@ def _window(name: str, saved: object) -> Window:
     window, most = validation.mapping(name, saved), validation.LARGEST_FLOAT32
     values = window.get("values")
     if not isinstance(values, list):
-        msg = f"{name}['values'] must be a list of numbers, got {short_repr(values)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(values, f"{name}['values']", "a list of numbers")
     numbers = [validation.number(f"{name}['values']", each, at_least=-most, at_most=most) for each in values]
     return Window(
         (*numbers,), validation.integer(f"{name}['skipped']", window.get("skipped"), 0, validation.LARGEST_INT32)

@@ -10,8 +10,6 @@ from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
 from gradscale.errors import (
     CallOrderError,
-    InvalidTypeError,
-    short_repr,
 )
 from gradscale.scaler.claim import KEEPS_SCALE, Reason, Verdict
 from gradscale.scaler.diagnosis.report import TABLE_ROWS, OverflowReport
@@ -291,6 +289,5 @@ def callbacks_of(name: str, callbacks: object) -> Callbacks[Any]:
     """Return callbacks as a tuple; InvalidTypeError for anything else."""
     sequence = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
     if isinstance(sequence, (str, bytes)) or not isinstance(sequence, Sequence) or not all(map(callable, sequence)):
-        msg = f"{name} must be a callable that takes a report, or a sequence of these, got {short_repr(callbacks)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(callbacks, name, "a callable that takes a report, or a sequence of these")
     return tuple(sequence)

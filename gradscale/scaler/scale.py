@@ -13,11 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import Kind, device, has_float64, kind_of
+from gradscale.core.arithmetic import Kind, kind_of
 from gradscale.core.backend import Backend
+from gradscale.core.gradients import norm_bits
 from gradscale.core.protocols import Array, Namespace, Numbers, Policy, ScaleState
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError, reading, short_repr
 from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
@@ -54,11 +55,9 @@ class CurrentScale:
 
     def __init__(self, policy: Policy, backend: str | Backend | None = None) -> None:
         if backend is not None and not isinstance(backend, (str, Backend)):
-            msg = (
-                f"backend must be a registered name ({', '.join(registry.names())}) or an instance of a class that "
-                f"derives from gradscale.Backend, got {short_repr(backend)}"
-            )
-            raise InvalidTypeError(msg)
+            names = ", ".join(registry.names())
+            expected = f"a registered name ({names}) or an instance of a class that derives from gradscale.Backend"
+            raise validation.wrong_type(backend, "backend", expected)
         self.policy, self.is_static = policy, type(policy) is StaticScale
         self.updates = 0
         self.use = Use.NONE
@@ -343,33 +342,25 @@ def _smallest_factor(policy: Policy) -> float:
 def checked_scale(new_scale: object, policy: Policy) -> float:
     """Return a scale that a user sets, a number or a 1-element array, as a float within the policy's bounds."""
     with reading("new_scale"):
-        shape = getattr(new_scale, "shape", None)
-        if shape is None or isinstance(new_scale, float):
-            value = validation.scale("new_scale", new_scale)
-        else:
-            value = _read_scale(new_scale)
+        is_array = is_array_api_obj(new_scale) and not isinstance(new_scale, float)
+        value = validation.scale("new_scale", _number_in(new_scale) if is_array else new_scale)
     if policy.clamp(value) != value:
         msg = f"new_scale must lie within the policy's bounds, got {short_repr(new_scale)} with {short_repr(policy)}"
         raise InvalidValueError(msg)
     return value
 
 
-def _read_scale(array: Array) -> float:
-    xp = array_namespace(array)
-    is_real = kind_of(array) in (Kind.HALF, Kind.WIDE) or "int" in str(array.dtype)
-    if math.prod(array.shape) != 1 or not is_real:
-        msg = f"new_scale must be a number or a real array of 1 element, got {short_repr(array)}"
-        raise InvalidTypeError(msg)
-    wide_dtype = xp.float64 if has_float64(xp, device(array)) else xp.float32
-    wide = xp.reshape(xp.astype(array, wide_dtype), ())
-    smallest, largest = (xp.full_like(wide, x) for x in (validation.SMALLEST_NORMAL, validation.LARGEST_FLOAT32))
-    valid = xp.logical_and(wide >= smallest, wide <= largest)
-    scale = xp.astype(xp.where(valid, wide, xp.full_like(wide, 1.0)), xp.float32)
-    state = DynamicScale().init(scale)._replace(scale=xp.asarray(scale))
-    backend = registry.backend_for(state.scale)
-    flag = xp.reshape(xp.astype(valid, xp.int32), (1,))
-    is_valid, bits, *_ = backend.read(xp.concat([flag, backend.fingerprint(state)]))
-    if not is_valid:
-        msg = f"new_scale must be above 0, finite and a normal float32, got {short_repr(array)}"
-        raise InvalidValueError(msg)
-    return validation.float32_from_bits(bits)
+def _number_in(x: Array) -> float:
+    """Return the scale in an array of one element; one host read."""
+    if math.prod(x.shape) != 1 or not (kind_of(x) in (Kind.HALF, Kind.WIDE) or "int" in str(x.dtype)):
+        raise validation.wrong_type(x, "new_scale", "a number or a real array of 1 element")
+    xp, backend = array_namespace(x), registry.backend_for(x)
+    element = xp.reshape(x, ())
+    numbers = backend.peek((element,))
+    if numbers is not None:
+        return float(numbers[0])
+    (bits,) = backend.read(xp.reshape(norm_bits(backend, xp.astype(element, xp.float32)), (1,)))
+    number = validation.float32_from_bits(bits)
+    if not 0.0 < number < math.inf:
+        raise validation.wrong_value(x, "new_scale", "above 0, finite and a normal float32")
+    return number

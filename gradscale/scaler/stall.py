@@ -10,10 +10,8 @@ from typing import NamedTuple
 from gradscale.core import validation
 from gradscale.core.identity import Positions
 from gradscale.errors import (
-    InvalidValueError,
     TrainingStalledError,
     TrainingStalledWarning,
-    short_repr,
     warn_caller,
 )
 from gradscale.scaler.reports import COUNTED, REASONS, StepReport
@@ -97,8 +95,7 @@ def streaks_from(text: object) -> list[SkipStreak]:
 
 def _scales(saved: object) -> tuple[float, int, float]:
     if not isinstance(saved, list) or len(saved) != 3:
-        msg = f"the scales of streaks must be the three numbers that state_dict() gives, got {short_repr(saved)}"
-        raise InvalidValueError(msg)
+        raise validation.wrong_value(saved, "the scales of streaks", "the three numbers that state_dict() gives")
     name, (first, since_fall, last) = "the scales of streaks", saved
     number = validation.number
     return number(name, first, at_least=0.0), validation.count(name, since_fall), number(name, last, at_least=0.0)

@@ -8,7 +8,7 @@ from typing import NoReturn, TypeAlias
 
 from array_api_compat import is_array_api_obj
 
-from gradscale.core import tree
+from gradscale.core import tree, validation
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import NamedGradient
 from gradscale.core.protocols import Array, Optimizer
@@ -128,7 +128,5 @@ def _leaves(name: str, container: object, *is_leaf: Callable[[object], bool]) ->
     """Return the leaves of an argument, which must be an array or a container, with their paths."""
     leaves = tree.leaves_with_paths(container, *is_leaf)
     if leaves and leaves[0][0] == "" and not is_array_api_obj(leaves[0][1]):
-        got = f"{short_repr(leaves[0][1])} of {type(leaves[0][1]).__name__}"
-        msg = f"{name} must be arrays in nested containers, got {got}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(leaves[0][1], name, "arrays in nested containers")
     return leaves
