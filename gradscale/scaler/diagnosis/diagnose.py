@@ -13,7 +13,7 @@ from gradscale.core.gradients import Request
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import GradscaleError
 from gradscale.scaler.agreement import exchange_over
-from gradscale.scaler.claim import Purpose, Verdict
+from gradscale.scaler.claim import Purpose
 from gradscale.scaler.diagnosis.cause import join
 from gradscale.scaler.diagnosis.gather import gather as gather_reports
 from gradscale.scaler.diagnosis.look import DiagnosisOptions, Look
@@ -43,12 +43,10 @@ class Diagnosis:
 
     def of_stall(self, optimizer: Optimizer, iteration: Iteration, ranks: Collection[int]) -> str:
         """Return the cause that this rank sees, or which ranks see it; empty if its arrays cannot be looked at."""
-        progress = iteration.progresses.get(id(optimizer))
-        loss = progress.verdict.loss if progress is not None and progress.verdict is not None else None
+        progress = _progress_of(optimizer, iteration)
+        options = DiagnosisOptions(loss=progress.verdict and progress.verdict.loss, state=True, is_by_itself=True)
         try:
-            report = self.diagnose(
-                optimizer, iteration, DiagnosisOptions(loss=loss, state=True, is_by_itself=True), gather=False
-            )
+            report = self.diagnose(optimizer, iteration, options, gather=False)
         except GradscaleError:
             return ""
         if report.cause in ("none", "underflow", "no gradients") and not self._agreement.is_alone:
@@ -64,14 +62,13 @@ class Diagnosis:
         self, optimizer: Optimizer, iteration: Iteration, options: DiagnosisOptions, *, gather: bool
     ) -> OverflowReport:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
-        progress = iteration.progresses.get(id(optimizer))
         if optimizer in self._reports:
             # Its verdict may not have been read yet.
             self._reports.last(optimizer)
-        groups = self._groups_of(optimizer, iteration, progress) if gather and self._enabled else ()
+        groups = self._groups_of(optimizer, iteration) if gather and self._enabled else ()
         failure: Exception | None = None
         try:
-            own = self._rank_report(optimizer, iteration, progress, options)
+            own = self._rank_report(optimizer, iteration, options)
         except Exception as error:
             # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport(_NOTHING, failure=f"{type(error).__name__}: {error}")
@@ -81,13 +78,12 @@ class Diagnosis:
         is_scaled = any(one.is_scaled for one in ranks)
         return join([one.report for one in ranks], self._smallest_scale(), is_scaled=is_scaled)
 
-    def _groups_of(
-        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None
-    ) -> Sequence[Collectives]:
+    def _groups_of(self, optimizer: Optimizer, iteration: Iteration) -> Sequence[Collectives]:
         """Return the groups to gather over, once an agreement over several of them is finished."""
-        pending = None if progress is None else progress.pending
+        progress = _progress_of(optimizer, iteration)
+        pending = progress.pending
         groups = (pending and pending.groups) or iteration.messages.groups_for(optimizer)
-        if len(groups) > 1 and progress is not None and pending is not None and pending.is_begun:
+        if len(groups) > 1 and pending is not None and pending.is_begun:
             # A rank that has not called scale() has sent all of this message in unscale_, before the diagnosis.
             iteration.verdict(progress)
         return groups
@@ -107,14 +103,14 @@ class Diagnosis:
         current = self._current
         return None if current.never_scales or not self._enabled else current.policy.clamp(validation.SMALLEST_NORMAL)
 
-    def _rank_report(
-        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None, options: DiagnosisOptions
-    ) -> RankReport:
+    def _rank_report(self, optimizer: Optimizer, iteration: Iteration, options: DiagnosisOptions) -> RankReport:
         """Return the report on this rank's arrays: one host read."""
         rows, is_searched = self.look.rows_of(optimizer, options)
-        is_scaled = self._holds_scaled(optimizer, iteration, progress)
+        progress = _progress_of(optimizer, iteration)
+        is_ready, is_begun = progress.stage is Stage.READY, self._enabled and iteration.scaling.has_scaled
+        is_scaled = (is_ready and is_begun) or self._was_left_scaled(optimizer, progress)
         # Whether the gradients are those of an earlier iteration, or no scaler's.
-        is_over = _is_ready(progress) and not (self._enabled and iteration.scaling.has_scaled)
+        is_over = is_ready and not is_begun
         scale, number = self._scale_of(optimizer, iteration, progress, is_over=is_over)
         counts, lost = list(iteration.scaling.loss_nonfinite), 0 if iteration.scaling.loss_nonfinite else None
         if options.loss is not None or is_over:
@@ -127,24 +123,22 @@ class Diagnosis:
             scale = validation.float32_from_bits(numbers.pop()[0])
         entries, broken = self.look.reports(rows, summaries, scale if is_scaled else 1.0)
         loss_nonfinite = None if lost is None else lost + sum(map(sum, numbers))
-        report = OverflowReport(
-            entries, scale, number, "none", "", 0, 0, loss_nonfinite, broken if is_searched else None
-        )
+        searched = broken if is_searched else None
+        report = OverflowReport(entries, scale, number, "none", "", 0, 0, loss_nonfinite, searched)
         return RankReport(report, is_scaled=is_scaled)
 
-    def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None) -> bool:
-        if _is_ready(progress) and self._enabled and iteration.scaling.has_scaled:
-            return True
-        if progress is not None and progress.stage.is_unscaled:
-            return progress.pending is not None and progress.pending.findings.is_scaled
+    def _was_left_scaled(self, optimizer: Optimizer, progress: Progress) -> bool:
+        """Tell whether gradients were left to an optimizer to unscale, which it does only where it steps."""
+        pending = progress.pending
+        if progress.stage.is_unscaled:
+            return pending is not None and pending.findings.is_scaled
         if not self._adapter.was_left_scaled(optimizer, self._cache):
             return False
-        # An optimizer that unscales by itself does so only where it steps.
-        verdict = _verdict_of(progress)
-        return self._reports.last(optimizer).skipped if verdict is None else verdict.reason > 0
+        verdict = pending and pending.verdict
+        return verdict.reason > 0 if verdict else self._reports.last(optimizer).skipped
 
     def _scale_of(
-        self, optimizer: Optimizer, iteration: Iteration, progress: Progress | None, *, is_over: bool
+        self, optimizer: Optimizer, iteration: Iteration, progress: Progress, *, is_over: bool
     ) -> tuple[float | ScaleState, int]:
         """Return the scale of an optimizer's gradients, or the state to read it from, and their iteration."""
         number = iteration.number
@@ -153,9 +147,8 @@ class Diagnosis:
         if is_over and optimizer in self._reports:
             report = self._reports.last(optimizer)
             return report.scale, report.iteration
-        verdict = _verdict_of(progress)
-        if verdict is not None:
-            return verdict.scale, number
+        if progress.pending is not None and progress.pending.verdict is not None:
+            return progress.pending.verdict.scale, number
         if self._current.state is None and iteration.scaling.state is None:
             return self._current.scale(), number
         state = iteration.scaling.in_force(self._current.example)
@@ -174,10 +167,6 @@ class Diagnosis:
         return self._agreement.example(self._current, iteration.number)
 
 
-def _verdict_of(progress: Progress | None) -> Verdict | None:
-    """Return the verdict on an optimizer's gradients, if it has been read."""
-    return None if progress is None or progress.pending is None else progress.pending.verdict
-
-
-def _is_ready(progress: Progress | None) -> bool:
-    return progress is None or progress.stage is Stage.READY
+def _progress_of(optimizer: Optimizer, iteration: Iteration) -> Progress:
+    """Return an optimizer's progress, which diagnosing it does not begin."""
+    return iteration.progresses.get(id(optimizer)) or Progress()
