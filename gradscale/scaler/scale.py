@@ -146,11 +146,7 @@ class CurrentScale:
         self.mark_adapted()
         if self.is_static:
             return
-        # What the host knows is an overflow, or says nothing.
-        count = max([one for one in counts if isinstance(one, int)], default=0)
-        late = [one for one in counts if not isinstance(one, int)]
-        if late and not count:
-            count = functools.reduce(self.xp.maximum, late)
+        count = self._largest_of(counts)
         is_kept = functools.reduce(self.xp.logical_and, flags) if flags else None
         if isinstance(count, int) and is_kept is None and isinstance(before, list) and self.state_adapter.takes_numbers:
             new = next_numbers(self.policy, before, count)
@@ -159,6 +155,12 @@ class CurrentScale:
                 self.state = self.state_adapter.with_numbers(state, changed)
                 return
         self.state = self.state_adapter.adapt(self.policy, state, count, is_kept, self.scale_lower_bound(state))
+
+    def _largest_of(self, counts: Sequence[Array | int]) -> Array | int:
+        """Return a count of all optimizers; what the host knows is an overflow, or says nothing."""
+        count = max([one for one in counts if isinstance(one, int)], default=0)
+        late = [one for one in counts if not isinstance(one, int)]
+        return functools.reduce(self.xp.maximum, late) if late and not count else count
 
     def set_state(self, state: ScaleState) -> None:
         """Make the state that a closure's retries have backed off the scaler's own."""

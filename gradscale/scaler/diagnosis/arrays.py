@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from array_api_compat import is_array_api_obj
 
@@ -36,18 +36,16 @@ def rename(gradients: Sequence[NamedGradient], names: object) -> list[NamedGradi
     return _rename_by_parameter(gradients, items)
 
 
-def _rename_by_parameter(gradients: Sequence[NamedGradient], pairs: Sequence[object]) -> list[NamedGradient]:
-    by_parameter: dict[int, str] = {}
-    bad = []
-    for pair in pairs:
-        if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and hasattr(pair[1], "grad"):
-            by_parameter[id(pair[1])] = pair[0]
-        else:
-            bad.append(pair)
-    if bad:
+def _is_pair(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and hasattr(item[1], "grad")
+
+
+def _rename_by_parameter(gradients: Sequence[NamedGradient], pairs: Sequence[Any]) -> list[NamedGradient]:
+    if bad := [item for item in pairs if not _is_pair(item)]:
         # If there are strings and something else, report what is no string.
         item = short_repr(min(bad, key=lambda item: isinstance(item, str)))
         _refuse_names(f"pairs of a string and a parameter with .grad, got {item} among them")
+    by_parameter = {id(parameter): name for name, parameter in pairs}
     unnamed = [one.name for one in gradients if one.parameter is None or id(one.parameter) not in by_parameter]
     if unnamed:
         rest = f" and {len(unnamed) - 3} more" * (len(unnamed) > 3)

@@ -52,12 +52,12 @@ class Look:
             return rows, False
         try:
             arrays = weights_and_state(optimizer, gradients, renamed, options.params, options.state)
-            found = [self._row(*each, index) for index, each in enumerate(arrays)]
+            others = [self._row(*each, index) for index, each in enumerate(arrays)]
         except GradscaleError:
             if not options.is_by_itself:
                 raise
             return rows, False
-        return [*rows, *(row for row in found if row[1] is not None)], True
+        return [*rows, *(row for row in others if row[1] is not None)], True
 
     def _gradient_rows(self, optimizer: Optimizer, gradients: Sequence[NamedGradient]) -> list[Row]:
         """Return the floating gradients, and those that are missing."""
@@ -66,8 +66,8 @@ class Look:
         like = first_floating(arrays)
         floating = [] if like is None else floating_leaves(arrays, array_namespace(like), what=what)
         wanted = {id(None), *map(id, floating)}
-        named = [(ParameterReport(one.name), one.array) for one in gradients]
-        return [self._row(label, x, index) for index, (label, x) in enumerate(named) if id(x) in wanted]
+        rows = enumerate(gradients)
+        return [self._row(ParameterReport(name), x, index) for index, (name, x, _) in rows if id(x) in wanted]
 
     def _row(self, label: ParameterReport, x: Array | None, index: int) -> Row:
         values = None if x is None else self._adapter.values_of(x)
