@@ -131,9 +131,9 @@ class Reason(enum.IntEnum):
     Of the others the gravest is the last, which MAX over the ranks keeps. A spike is 1, so that a flag, 0 or 1, is its
     number, and windows learn from no step with a greater one.
 
-    One more reason is one more before OVERFLOW, in ``KEEPS_SCALE`` if it moves no scale, and in the words of
-    reports.py. If the program gives it, a method of the scaler calls ``Iteration.refuse`` with it, whose errors name
-    ``refuse()``, and torch's scaler makes that method ``untraced``.
+    One more reason that the program gives is one more before OVERFLOW, with its call in ``_CALLS`` and its words in
+    those of reports.py; a method of the scaler calls ``Iteration.refuse`` with it, and torch's scaler makes that method
+    ``untraced``.
     """
 
     STEPPED = 0
@@ -221,7 +221,10 @@ class Scaled(enum.IntEnum):
     """The same, and it has one, or needs none."""
 
 
-KEEPS_SCALE = Reason.SPIKE, Reason.REFUSED
+_CALLS = {Reason.REFUSED: "refuse()"}
+PROGRAM_CALLS = {reason: _CALLS[reason] for reason in Reason if Reason.SPIKE < reason < Reason.OVERFLOW}
+"""By which call the program gives a reason; one that is missing here is a KeyError."""
+KEEPS_SCALE = Reason.SPIKE, *PROGRAM_CALLS
 """Why a step is neither clean nor an overflow, so that the scale stays as it is."""
 
 

@@ -23,7 +23,7 @@ from gradscale.core.snapshot import Snapshot
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, exchange_over
-from gradscale.scaler.claim import Flags, LossFault, Presence, Purpose, Reason, Scaled, Verdict
+from gradscale.scaler.claim import PROGRAM_CALLS, Flags, LossFault, Presence, Purpose, Reason, Scaled, Verdict
 from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.diagnosis.cause import NO_GRADIENTS
 from gradscale.scaler.guard import Guard, Losses, is_nonfinite, value_of
@@ -367,7 +367,7 @@ class Iteration:
         """Return an optimizer's gradients, what they are clipped to, and their checksum if ranks may hold others."""
         groups, clipping, micro = self.agreement.usable_groups(), self.parts.clipping, self.micro.of(optimizer)
         if progress.stage is Stage.READY and micro.dropped and not micro.kept:
-            progress.refused = progress.refused or Reason.REFUSED
+            progress.refused = max(progress.refused, Reason.REFUSED)
         try:
             if request is None:
                 request = UNSCALING if divides else _JUDGING
@@ -429,18 +429,20 @@ class Iteration:
         )
 
     def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
-        """Let no rank make the coming step of an optimizer."""
+        """Let no rank make the coming step of an optimizer; of several reasons the gravest counts."""
         _require_step(optimizer)
         progress = self.progress_of(optimizer)
         if progress.stage.has_ended:
-            self.wrong_order(f"refuse() is being called after step() {SINCE_UPDATE}")
+            self.wrong_order(f"{PROGRAM_CALLS[reason]} is being called after step() {SINCE_UPDATE}")
         # In a closure an evaluation before may have left its verdict.
         pending = progress.pending if progress.stage.is_unscaled else None
         if pending is not None and pending.groups:
-            self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
-        progress.refused = reason
+            self.wrong_order(
+                f"{PROGRAM_CALLS[reason]} is being called after unscale_(), which has told the other ranks what comes"
+            )
+        progress.refused = max(progress.refused, reason)
         if pending is not None:
-            progress.code = claims.reason_code(reason, self.agreement.rank())
+            progress.code = claims.reason_code(progress.refused, self.agreement.rank())
             pending.refuse(progress.code)
 
     def verdict(self, progress: Progress) -> Verdict:
@@ -508,7 +510,7 @@ class Iteration:
             self._finish(progress, pending, verdict, then)
         if verdict.reason is Reason.NO_GRADIENTS:
             self._tell_of_no_gradients(progress, optimizer, verdict.scale)
-        elif pending is not None and pending.groups and verdict.reason is not Reason.REFUSED:
+        elif pending is not None and pending.groups and verdict.reason not in PROGRAM_CALLS:
             try:
                 self.judge.note_values(has_values=not verdict.lacks_values)
             except InvalidValueError:
@@ -558,8 +560,9 @@ class Iteration:
         """Raise CallOrderError for a refusal that no message tells the other ranks."""
         if progress.pending is not None and progress.pending.is_placeholder and self.messages.groups_for(optimizer):
             self.wrong_order(
-                "refuse() was called for an optimizer whose framework judges the gradients by itself, of which no "
-                "message tells the other ranks: let the framework's own flags skip the step on all ranks"
+                f"{PROGRAM_CALLS[progress.refused]} was called for an optimizer whose framework judges the gradients "
+                "by itself, of which no message tells the other ranks: let the framework's own flags skip the step "
+                "on all ranks"
             )
 
     def decline(self, progress: Progress, verdict: Verdict | None) -> Verdict:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradscale.core.protocols import NOT_STEPPED, Optimizer
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError, InvalidTypeError, short_repr
-from gradscale.scaler.claim import KEEPS_SCALE, Verdict
+from gradscale.scaler.claim import KEEPS_SCALE, PROGRAM_CALLS, Reason, Verdict
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.progress import Closure, Progress, Stage
@@ -165,8 +165,9 @@ class Step:
             keeps_scale = verdict.reason in KEEPS_SCALE
             if keeps_scale and self._completed:
                 by = "" if iteration.agreement.is_alone else f" on rank {verdict.by}"
+                call = PROGRAM_CALLS[max(verdict.reason, Reason.REFUSED)]
                 iteration.wrong_order(
-                    f"refuse() was called{by} in evaluation {self._completed + 1} of a closure, and the optimizer has "
+                    f"{call} was called{by} in evaluation {self._completed + 1} of a closure, and the optimizer has "
                     f"begun its step: restore its parameters from a copy or a checkpoint, and refuse a step in the "
                     f"closure's first evaluation"
                 )

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from gradscale.core.protocols import Array
 from gradscale.errors import ScaleUnderflowError, short_repr
-from gradscale.scaler.claim import Reason, Verdict
+from gradscale.scaler.claim import PROGRAM_CALLS, Reason, Verdict
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.order import INCOMPLETE
 from gradscale.scaler.progress import Progress, Stage
@@ -71,8 +71,9 @@ class Update:
             is_left = progress.refused and progress.stage is Stage.READY
             if is_left and not (iteration.parts.is_guard and iteration.progresses.are_over()):
                 iteration.wrong_order(
-                    "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
-                    "same object, which then makes no step, or end the iteration with update(get_scale())"
+                    f"{PROGRAM_CALLS[progress.refused]} was called for an optimizer that was neither unscaled nor "
+                    "stepped: call step() of the same object, which then makes no step, or end the iteration with "
+                    "update(get_scale())"
                 )
 
     def _forbid(self) -> NoReturn:

@@ -15,7 +15,17 @@ from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL, float32_from_bits
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import KEEPS_SCALE, LENGTH, Claim, Flags, Presence, Reason, Verdict, verdict_from
+from gradscale.scaler.claim import (
+    KEEPS_SCALE,
+    LENGTH,
+    PROGRAM_CALLS,
+    Claim,
+    Flags,
+    Presence,
+    Reason,
+    Verdict,
+    verdict_from,
+)
 from gradscale.scaler.scale import CurrentScale
 
 
@@ -101,7 +111,7 @@ class PendingVerdict:
         """Return the flags with an overflow that the host knows, which counts before any other reason."""
         if flags.code is not self._code:
             flags = flags._replace(code=self._code)
-        if self.groups and claims.reason_number(self._hidden) == Reason.REFUSED:
+        if self.groups and claims.reason_number(self._hidden) in PROGRAM_CALLS:
             flags = flags._replace(presence=Presence.REFUSED)
         if isinstance(self._count, int) and self._count:
             # A refusal counts again if a framework overrules the overflow.
@@ -185,7 +195,7 @@ class PendingVerdict:
     def _otherwise(self) -> tuple[Reason, int | None, bool]:
         """Return the spike or the refusal that an overflow hides, whose it is, and whether by its loss, if any."""
         reason, by = claims.reason_and_rank(self._hidden)
-        if not self._hidden or reason > Reason.REFUSED:
+        if not self._hidden or reason >= Reason.OVERFLOW:
             is_refused = self.verdict is not None and self.verdict.is_refused
             return Reason.REFUSED if is_refused else Reason.STEPPED, None, False
         return reason, by, claims.fault_in(self._hidden) > 0
