@@ -1,4 +1,4 @@
-"""``python -m gradscale`` and the command ``gradscale``: check the installation or a group of ranks, simulate."""
+"""``python -m gradscale`` and the command ``gradscale``: check the installation, ranks or a training loop, simulate."""
 
 from __future__ import annotations
 

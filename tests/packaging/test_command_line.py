@@ -11,7 +11,7 @@ import gradscale
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.usefixtures("cli")]
 
-COMMANDS = ("doctor", "check", "simulate")
+COMMANDS = ("doctor", "check", "check-trainer", "simulate")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The command line: one typer application with the commands doctor, check and simulate."""
+"""The command line: one typer application with the commands doctor, check, check-trainer and simulate."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import gradscale
 from gradscale.errors import GradscaleError
 from gradscale.tools.cli.check import check
 from gradscale.tools.cli.check_rank import MPIEXEC, TORCHRUN
+from gradscale.tools.cli.check_trainer import check_trainer
 from gradscale.tools.cli.doctor import doctor
 from gradscale.tools.cli.output import error_line
 from gradscale.tools.cli.simulate import simulate
 
 app = typer.Typer(
-    help="Dynamic gradient scaling: check the installation or a group of ranks, simulate policies.",
+    help="Dynamic gradient scaling: check the installation, a group of ranks or a training loop, simulate policies.",
     epilog="Examples: gradscale doctor · mpiexec -n 4 python -m gradscale check --group mpi · gradscale simulate CCOC",
     no_args_is_help=True,
     add_completion=False,
@@ -47,6 +48,7 @@ def _main(
 for _command, _examples in (
     (doctor, "gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi"),
     (check, f"{MPIEXEC} · {TORCHRUN}"),
+    (check_trainer, "gradscale check-trainer tests.loop:Mine · gradscale check-trainer loop:Mine --rtol 1e-5"),
     (simulate, "gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png"),
 ):
     app.command(epilog=f"Examples: {_examples}")(_command)
