@@ -51,8 +51,15 @@ def check_trainer(
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
         try:
             make = pkgutil.resolve_name(trainer)
-            options = {"steps": steps, "micro_batches": micro_batches, "rtol": rtol, "progress": tell}
-            report = testing.check_trainer(make, timeout=timeout, raises=False, **options)
+            report = testing.check_trainer(
+                make,
+                timeout=timeout,
+                raises=False,
+                steps=steps,
+                micro_batches=micro_batches,
+                rtol=rtol,
+                progress=tell,
+            )
         except (ImportError, AttributeError, ValueError, GradscaleError) as error:
             msg = f"{trainer}: {type(error).__name__}: {error}"
             raise typer.BadParameter(msg) from error
