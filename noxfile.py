@@ -115,7 +115,7 @@ def tests(session: nox.Session) -> None:
     _, _, command = Path("README.md").read_text().partition("<!-- command: tests -->\n```sh\n")
     command = command.partition("\n")[0] + " " + shlex.join(["--tier", TIER, "--durations", "20", *session.posargs])
     required = "numpy,strict,torch,mpi,fast,ml_dtypes,examples,lightning,accelerate,transformers,ignite,jax,optax,flax"
-    required += ",orbax,equinox,jmp,keras,dask,ndonnx,nccl4py,cli,plot,tensorboard,mypy,hatchling"
+    required += ",orbax,equinox,jmp,keras,dask,ndonnx,nccl4py,cli,plot,tensorboard,mypy,pyright,hatchling"
     # MLX has wheels for Linux on these, and the dependency group asks for it there alone.
     if (os.uname().sysname, os.uname().machine) == ("Linux", "x86_64"):
         required += ",mlx"

@@ -83,24 +83,19 @@ if typing.TYPE_CHECKING:
     from gradscale.tools.foreign import load_foreign_state as load_foreign_state
 
 # Loaded at their first use: training loops can do without them, and they would double the time of the import.
-_LATER = {
-    "ForeignState": "gradscale.tools.foreign",
-    "load_foreign_state": "gradscale.tools.foreign",
-    "callbacks": "gradscale.callbacks",
-    "plot": "gradscale.plot",
-    "presets": "gradscale.presets",
-    "testing": "gradscale.testing",
-}
+_LATER = dict.fromkeys(("ForeignState", "load_foreign_state"), "gradscale.tools.foreign")
+_LATER |= {name: f"gradscale.{name}" for name in ("callbacks", "plot", "presets", "testing")}
 
+if not typing.TYPE_CHECKING:  # a type checker would take each name for one of gradscale's
 
-def __getattr__(name: str) -> typing.Any:
-    if name not in _LATER:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    module = importlib.import_module(_LATER[name])
-    value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            msg = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        module = importlib.import_module(_LATER[name])
+        value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

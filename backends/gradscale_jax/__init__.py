@@ -41,14 +41,16 @@ backend = JaxBackend()
 """The adapter that the entry points ``jax`` (traced values) and ``jaxlib`` (arrays) name."""
 
 
-def __getattr__(name: str) -> object:
-    """Import the names that need optax at their first use."""
-    if name not in __all__:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    with needs(f"gradscale_jax.{name}", "optax"):
-        from gradscale_jax import transformation
-    return getattr(transformation, name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import the names that need optax at their first use."""
+        if name not in __all__:
+            msg = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        with needs(f"gradscale_jax.{name}", "optax"):
+            from gradscale_jax import transformation
+        return getattr(transformation, name)
 
 
 def __dir__() -> list[str]:

@@ -12,22 +12,18 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypedDict, Unpack, get_type_hints
 
 from gradscale.core import validation
-from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, short_repr
 from gradscale.policies.dynamic import DynamicScale
 
-__all__ = [
-    *("apex", "apex_hysteresis", "colossalai", "deepspeed", "deepspeed_stage0", "fairseq", "flax"),
-    *("jmp", "keras", "megatron", "mindspore", "mpx", "named", "names"),
-    *("paddle", "paddle_static", "torch"),
-]
+# Without stars, which mypy does not read.
+__all__ = ["apex", "apex_hysteresis", "colossalai", "deepspeed", "deepspeed_stage0", "fairseq", "flax", "jmp", "keras"]
+__all__ += ["megatron", "mindspore", "mpx", "named", "names", "paddle", "paddle_static", "torch"]
 __dir__ = __all__.copy
 
-_Parameters = ParamSpec("_Parameters")
-_Rule = TypeVar("_Rule", bound=Policy)
+_P = ParamSpec("_P")
 
 
 class _Settings(TypedDict, total=False):
@@ -43,10 +39,10 @@ class _Settings(TypedDict, total=False):
     tolerance: float
 
 
-def _preset(**defaults: object) -> Callable[[Callable[_Parameters, _Rule]], Callable[_Parameters, _Rule]]:
+def _preset(**defaults: object) -> Callable[[Callable[_P, DynamicScale]], Callable[_P, DynamicScale]]:
     """Give a preset these settings with these defaults, and no others but its own; its signature shows them."""
 
-    def decorate(rule: Callable[_Parameters, _Rule]) -> Callable[_Parameters, _Rule]:
+    def decorate(rule: Callable[_P, DynamicScale]) -> Callable[_P, DynamicScale]:
         signature, hints = inspect.signature(rule, eval_str=True), get_type_hints(_Settings)
         own = [each for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
         parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
@@ -54,7 +50,7 @@ def _preset(**defaults: object) -> Callable[[Callable[_Parameters, _Rule]], Call
         signature = signature.replace(parameters=[*shared, *own])
 
         @functools.wraps(rule)
-        def preset(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Rule:
+        def preset(*args: _P.args, **kwargs: _P.kwargs) -> DynamicScale:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -282,14 +278,16 @@ def keras(**settings: Unpack[_Settings]) -> DynamicScale:
     return DynamicScale(**settings)
 
 
-_PRESETS: dict[str, Callable[..., Policy]] = {
+_PRESETS: dict[str, Callable[..., DynamicScale]] = {
     name: globals()[name] for name in __all__ if name not in ("named", "names")
 }
 
 
-def __getattr__(name: str) -> NoReturn:
-    """Raise AttributeError for a name that this module does not have, naming the nearest preset."""
-    raise AttributeError(_unknown(name))
+if not TYPE_CHECKING:  # a type checker would take each name for a preset
+
+    def __getattr__(name: str) -> NoReturn:
+        """Raise AttributeError for a name that this module does not have, naming the nearest preset."""
+        raise AttributeError(_unknown(name))
 
 
 def _unknown(name: str) -> str:
@@ -310,7 +308,7 @@ def names() -> list[str]:
     return sorted(_PRESETS)
 
 
-def named(name: str, /, **settings: object) -> Policy:
+def named(name: str, /, **settings: object) -> DynamicScale:
     """Return the preset of a name, with settings in place of its defaults.
 
     Raises

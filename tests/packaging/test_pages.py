@@ -1,5 +1,7 @@
 """The pages: their code runs as it stands, their commands are the ones that are tested."""
 
+import json
+import os
 import re
 import sys
 import tomllib
@@ -9,6 +11,7 @@ import pytest
 from axes import require
 from commands import ran
 from cupy_devices import require_cupy
+from recipe_blocks import names_given
 from worlds import mpi_command, mpi_environment
 
 import gradscale
@@ -23,7 +26,7 @@ COMMANDS = {name: (page, line) for page, text in PAGES.items() for name, line in
 BLOCK = re.compile(r"<!-- run: ([\w-]+) -->\n```python\n(.*?)```", flags=re.DOTALL)
 BLOCKS = [block for text in PAGES.values() for block in BLOCK.findall(text)]
 # These take names for granted, and are run by the tests of the adapter that they are for.
-RECIPE = re.compile(r"<!-- recipe: \w+ -->\n```python\n")
+RECIPE = re.compile(r"<!-- recipe: \w+ -->\n```python\n(.*?)```", flags=re.DOTALL)
 LIBRARY = re.compile(r"^(?:import|from) (?:gradscale_)?(torch|jax|optax|mlx|equinox|mpi4py|array_api_strict)\b", re.M)
 
 MARKS = {"numpy-first": pytest.mark.tier("quick"), "cupy": [pytest.mark.tier("all"), pytest.mark.cupy, pytest.mark.gpu]}
@@ -74,6 +77,39 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
     assert completed.returncode == 0, completed.stderr
     if name.endswith("-first"):
         assert completed.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
+
+
+# A page's own functions say no types, and torch re-exports some of its names in another way than checkers ask for.
+PLAIN = ["--allow-untyped-defs", "--allow-untyped-calls", "--implicit-reexport", "--ignore-missing-imports"]
+PYRIGHT = {"extraPaths": [str(ROOT), str(ROOT / "backends")], "reportPrivateImportUsage": False}
+PYRIGHT |= dict.fromkeys(("reportMissingImports", "reportPossiblyUnboundVariable"), False)
+CHECKERS = {
+    "mypy": ["--config-file", ROOT / "pyproject.toml", "--cache-dir", "cache", *PLAIN, "."],
+    "pyright": ["--pythonpath", sys.executable, "-p", "pyrightconfig.json"],
+}
+WRONG = "import gradscale\n\ngradscale.GradScaler(init_scale='x').steps\ngradscale.presets.megatrom()\n"
+
+
+@pytest.mark.tier("all")
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    "GRADSCALE_TEST_INSTALLED" in os.environ, reason="GRADSCALE_TEST_INSTALLED is set: this is no clone"
+)
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_strict_type_checker_accepts_every_block(checker: str, tmp_path: Path):
+    require(checker)
+    blocks = [*dict(BLOCKS).values(), *(code for text in PAGES.values() for code in RECIPE.findall(text))]
+    assert len(blocks) > 60
+    for number, code in enumerate(blocks):
+        given = "".join(f"from given import {name}\n" for name in sorted(names_given(code)))
+        (tmp_path / f"block_{number}.py").write_text(given + code)
+    (tmp_path / "given.py").write_text("from typing import Any\n\n\ndef __getattr__(name: str) -> Any: ...\n")
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(PYRIGHT))
+    completed = ran(sys.executable, "-m", checker, *CHECKERS[checker], folder=tmp_path, seconds=500)
+    errors = [line for line in completed.stdout.splitlines() if " error: " in line or " - error" in line]
+    assert [line for line in errors if "wrong.py" not in line] == [], completed.stdout + completed.stderr
+    assert len(errors) == 3, completed.stdout + completed.stderr
 
 
 @pytest.mark.tier("all")

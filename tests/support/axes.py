@@ -19,7 +19,7 @@ VARIABLE = "GRADSCALE_TEST_REQUIRE"
 MODULES = {
     **{name: (name,) for name in ("numpy", "torch", "ndonnx", "jax", "optax", "flax", "jmp", "equinox", "ml_dtypes")},
     **{name: (name,) for name in ("lightning", "accelerate", "transformers", "timm", "ignite", "keras")},
-    **{name: (name,) for name in ("tensorboard", "mypy", "cupy")},
+    **{name: (name,) for name in ("tensorboard", "mypy", "pyright", "cupy")},
     "strict": ("array_api_strict",),
     "dask": ("dask.array",),
     "mlx": ("mlx.core",),

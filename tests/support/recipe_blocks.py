@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 import re
 from pathlib import Path
+from types import CodeType
 
-__all__ = ["GUARD_PAGE", "INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on", "run_on"]
+__all__ = ["GUARD_PAGE", "INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on", "names_given", "run_on"]
 
 _BACKENDS = Path(__file__).parents[2] / "backends"
 TORCH_PAGE = _BACKENDS / "gradscale_torch" / "RECIPES.md"
@@ -24,4 +27,19 @@ def blocks_on(page: Path) -> dict[str, str]:
 def run_on(page: Path, name: str, /, **given):
     """Run a recipe of a page with these names, and return all names that there are then."""
     exec(compile(blocks_on(page)[name], f"{page.name}: {name}", "exec"), given)
+    return given
+
+
+def names_given(code: str) -> set[str]:
+    """Return the names that a block takes for granted: those that it reads before it makes them, or never makes."""
+    made, given, functions = {*dir(builtins), "__name__", "__annotations__"}, set(), [compile(code, "block", "exec")]
+    while functions:
+        function = functions.pop(0)
+        for step in dis.get_instructions(function):
+            if step.opname == "STORE_NAME":
+                made.add(step.argval)
+            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in made:
+                given.add(step.argval)
+        # What a function reads counts when it is called, after all else.
+        functions += [constant for constant in function.co_consts if isinstance(constant, CodeType)]
     return given
