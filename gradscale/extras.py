@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from gradscale.errors import BackendNotAvailableError, InvalidTypeError, MissingExtraError
+from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError, MissingExtraError
 
 # What an extra does not bring, since it is another distribution or version for each CUDA.
 _BESIDES = {"cupy": " cupy-cuda12x", "nccl4py": " 'cuda-bindings==13.*' nvidia-nccl-cu13"}
@@ -84,3 +85,13 @@ def require_unscaled(keras: ModuleType, optimizer: object) -> None:
             f"already would divide the gradients twice: pass the one inside"
         )
         raise InvalidTypeError(msg)
+
+
+def require_variables(optimizer: Any, variables: Sequence[Any] | None) -> Sequence[Any]:
+    """Return the variables that an optimizer of Keras is to step, for which it is built; InvalidValueError for none."""
+    if variables is None:
+        msg = "apply needs the variables, got none; call apply(grads, variables)"
+        raise InvalidValueError(msg)
+    if not optimizer.built:
+        optimizer.build(variables)
+    return variables

@@ -12,7 +12,7 @@ from gradscale import DynamicScale, ScaleState
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
-from gradscale.extras import import_keras, require_unscaled
+from gradscale.extras import import_keras, require_unscaled, require_variables
 from gradscale.scaler import checkpoint
 from gradscale_jax import trees
 
@@ -100,16 +100,12 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
 
     def apply(self, grads: Sequence[jax.Array | None], trainable_variables: Sequence[Any] | None = None) -> None:
         """Step outside of a compiled step, as :meth:`stateless_apply` does; InvalidValueError without variables."""
-        if trainable_variables is None:
-            msg = "apply needs the variables, got none; call apply(grads, variables)"
-            raise InvalidValueError(msg)
-        if not self.built:
-            self.build(trainable_variables)
+        variables = require_variables(self, trainable_variables)
         unscaled, nonfinite = trees.unscale(list(grads), self.scale_state)
-        changing = [*trainable_variables, *self.inner_optimizer.variables]
+        changing = [*variables, *self.inner_optimizer.variables]
         before = [variable.value for variable in changing]
         with keras.StatelessScope(list(zip(changing, before, strict=True))) as scope:
-            self.inner_optimizer.apply(unscaled, trainable_variables)
+            self.inner_optimizer.apply(unscaled, variables)
         after = trees.select(nonfinite == 0, list(map(scope.get_current_value, changing)), before)
         state = self.policy.update(self.scale_state, nonfinite=nonfinite)
         for variable, value in zip([*self.fields, *changing], [*state, *after], strict=True):

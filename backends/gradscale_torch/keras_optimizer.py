@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from gradscale.core.validation import wrong_type
-from gradscale.errors import InvalidValueError
-from gradscale.extras import import_keras, require_unscaled
+from gradscale.extras import import_keras, require_unscaled, require_variables
 from gradscale.scaler.scaler import iteration_of
 from gradscale_torch.amp import GradScaler
 
@@ -95,17 +94,13 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         trainable_variables : sequence of keras.Variable
             One for each gradient, which becomes its tensor's, in the same dtype. InvalidValueError if there are none.
         """
-        if trainable_variables is None:
-            msg = "apply needs the variables, got none; call apply(grads, variables)"
-            raise InvalidValueError(msg)
-        if not self.built:
-            self.build(trainable_variables)
-        weights = [variable.value for variable in trainable_variables]
+        variables = require_variables(self, trainable_variables)
+        weights = [variable.value for variable in variables]
         for weight, grad in zip(weights, grads, strict=True):
             weight.grad = None if grad is None else grad.to(weight.dtype)
         self.param_groups = [{"params": weights}]
         try:
-            self.scaler.step(self, trainable_variables)
+            self.scaler.step(self, variables)
             self.scaler.update()
         except BaseException:
             # Nobody else ends the iteration before fit is called again.
