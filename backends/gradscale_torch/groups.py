@@ -21,20 +21,10 @@ from array_api_compat import array_namespace
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.dlpack import from_dlpack
 
-from gradscale import registry
+from gradscale import registry, waiting
 from gradscale.core.protocols import Array
 from gradscale.core.validation import wrong_type, wrong_value
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidValueError
-from gradscale.waiting import (
-    DEVICE_PAUSE,
-    GroupWait,
-    end_on_device,
-    forbid_forked,
-    on_fork,
-    poll,
-    require_message,
-    wait_and_tell,
-)
 from gradscale_torch.devices import CPU, forbid_capture, is_capturing
 
 Tensor = torch.Tensor
@@ -88,7 +78,7 @@ class TorchCollectives:
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
         self._user_group = group
         self._timeout = timeout
-        self._group: GroupWait | None = None
+        self._group: waiting.GroupWait | None = None
         self.rank, self.size = -1, 0
         if group is not None or default_group() is not None:
             self._resolve().require_usable()
@@ -99,7 +89,7 @@ class TorchCollectives:
     def start_max(self, x: Array, /) -> Reduction:
         """Begin a MAX all-reduce of 1-d int32, where :func:`travels_on` says; calling the result finishes it."""
         group = self.resolve()
-        require_message(x)
+        waiting.require_message(x)
         message = x if isinstance(x, Tensor) else _as_tensor(x)
         device = travels_on(self._carriers, message.device, group.group)
         if device != message.device:
@@ -125,7 +115,7 @@ class TorchCollectives:
         total: Tensor = Reduction(self._carriers.get(buffer.device.type), group, work, buffer, x)()
         return total.reshape(())
 
-    def reduce(self, group: GroupWait, buffer: Tensor, operation: str = "MAX") -> dist.Work:
+    def reduce(self, group: waiting.GroupWait, buffer: Tensor, operation: str = "MAX") -> dist.Work:
         """Start an all-reduce in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
@@ -146,7 +136,7 @@ class TorchCollectives:
         group = self.resolve().group
         return torch.zeros((), dtype=torch.float32, device=example_device(self._carriers, group, self._user_group))
 
-    def resolve(self) -> GroupWait:
+    def resolve(self) -> waiting.GroupWait:
         """Return the group, looked up at first use and, for the default group, when another world has begun.
 
         Before, rank and size of the default group are not known.
@@ -162,7 +152,7 @@ class TorchCollectives:
             raise BackendError(msg)
         return group
 
-    def _resolve(self) -> GroupWait:
+    def _resolve(self) -> waiting.GroupWait:
         group = _process_group_of(self._user_group, self._timeout)
         self._carriers = carriers(group)
         self._is_lookalike = self._carriers.get("cpu") == _LOOKALIKE
@@ -170,7 +160,7 @@ class TorchCollectives:
         # gloo's own clock goes on while the process is suspended, so its time is never over.
         timeout = math.inf if self._carriers.get("cpu") == "gloo" else self._timeout + _LATER
         self._librarys_timeout = timedelta(seconds=seconds(timeout))
-        self._group = GroupWait(
+        self._group = waiting.GroupWait(
             group,
             library="torch.distributed",
             timeout=self._timeout,
@@ -188,7 +178,7 @@ def _abort(group: dist.ProcessGroup, carriers: dict[str, str], error: BaseExcept
     abort: Callable[[], None] | None = getattr(group, "abort", None)
     if abort is None or not any(kind != "cpu" and one not in _HOST_BACKENDS for kind, one in carriers.items()):
         return
-    end_on_device(abort, "the process group", str, error)
+    waiting.end_on_device(abort, "the process group", str, error)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -196,7 +186,7 @@ class Reduction:
     """A reduction under way. Calling it finishes it and returns the result."""
 
     _carrier: str | None
-    _group: GroupWait
+    _group: waiting.GroupWait
     _work: dist.Work
     _buffer: Tensor
     _x: Array
@@ -229,7 +219,7 @@ class Reduction:
         if self._carrier != _LOOKALIKE:
             # Some wait without looking at signals and the time, and accelerators do not wait at all.
             is_over = self._wait_a_moment if self._carrier == "gloo" else self._work.is_completed
-            self._group.until(is_over, longest_pause=DEVICE_PAUSE)
+            self._group.until(is_over, longest_pause=waiting.DEVICE_PAUSE)
         # Raises its failure.
         self._work.wait()
 
@@ -298,7 +288,7 @@ def _note_owner(parent: int) -> None:
         _owners.setdefault(group, parent)
 
 
-on_fork(_note_owner)
+waiting.on_fork(_note_owner)
 
 
 def seconds(timeout: float) -> float:
@@ -362,7 +352,7 @@ def _process_group_of(user_group: object, timeout: float) -> dist.ProcessGroup:
     _require_alive(group)
     owner = _owners.setdefault(group, os.getpid())
     if owner != os.getpid():
-        forbid_forked("torch.distributed", f"this one was made by process {owner}")
+        waiting.forbid_forked("torch.distributed", f"this one was made by process {owner}")
     if group.rank() < 0:
         raise wrong_value(group, "group", "a process group that this process belongs to", ", in which it has no rank")
     if not carriers(group):
@@ -443,8 +433,8 @@ def _await_members(ranks: tuple[int, ...], timeout: float) -> None:
     size, own = len(ranks), ranks.index(dist.get_rank())
     target = math.ceil(store.add(key, 1) / size) * size
     try:
-        wait = functools.partial(poll, lambda: store.add(key, 0) >= target, longest_pause=_MEETING_PAUSE)
-        if not wait_and_tell(wait, timeout, own, size, _CONSTRUCTION):
+        wait = functools.partial(waiting.poll, lambda: store.add(key, 0) >= target, longest_pause=_MEETING_PAUSE)
+        if not waiting.wait_and_tell(wait, timeout, own, size, _CONSTRUCTION):
             raise CollectiveTimeoutError(own, size, timeout, operation=_CONSTRUCTION)
     except RuntimeError as error:
         msg = f"the store of the world failed while the ranks {ranks} of a mesh met: {error}"
