@@ -28,7 +28,7 @@ from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.diagnosis.cause import NO_GRADIENTS
 from gradscale.scaler.guard import Guard, Losses, is_nonfinite, value_of
 from gradscale.scaler.inputs import StepInputs
-from gradscale.scaler.judge import Judge, JudgedLoss
+from gradscale.scaler.judge import Judge
 from gradscale.scaler.messages import UNSCALING, Messages
 from gradscale.scaler.micro_batches import MicroBatches, checksum_of
 from gradscale.scaler.mistakes import Mistakes
@@ -38,7 +38,7 @@ from gradscale.scaler.reports import Reports, StepReport
 from gradscale.scaler.scale import CurrentScale, Saved, copied
 from gradscale.scaler.scaling import Scaling, Source
 from gradscale.scaler.stall import Tally
-from gradscale.scaler.verdict import PendingVerdict
+from gradscale.scaler.verdict import UNJUDGED, JudgedLoss, PendingVerdict
 
 _JUDGING = Request(divides=False)
 
@@ -63,6 +63,18 @@ class Collaborators(NamedTuple):
     """Of what ``hold`` names."""
     is_guard: bool = False
     """Whether a step ends its iteration, and an optimizer without gradients is no error."""
+
+
+class Collection(NamedTuple):
+    """An optimizer's gradients, and over which groups they are judged."""
+
+    gradients: Collected
+    groups: Sequence[Collectives]
+    max_norm: float | None
+    """What they are clipped to."""
+    has_norm: bool
+    checksum: str
+    """Of gradients that ranks may hold unlike, else empty."""
 
 
 class Iteration:
@@ -299,13 +311,11 @@ class Iteration:
                 "a closure of this optimizer has failed, so that its gradients cannot be used: call step() with a "
                 "closure again, or end the iteration with update(get_scale()) and make new gradients"
             )
-        norm = None if progress.inputs is None else progress.inputs.norm
-        gradients, max_norm, checksum = self._collect(progress, optimizer, request, norm, divides=divides)
-        groups = self.agreement.usable_groups() or gradients.groups
+        collection = self._collect(progress, optimizer, request, divides=divides)
+        gradients, groups, *_ = collection
         source = self.scaling.source_of(progress, optimizer, lambda: gradients.like, has_groups=len(groups) > 0)
-        has_norm = max_norm is not None or norm is not None
         has_values = self.guard is None or is_framework_check
-        has_values = has_values or self.judge.has_values(progress, optimizer, has_norm=has_norm)
+        has_values = has_values or self.judge.has_values(progress, optimizer, has_norm=collection.has_norm)
         if not groups:
             # Over a group another rank may have the loss.
             if source.scaled is Scaled.BEFORE:
@@ -315,30 +325,12 @@ class Iteration:
         is_first = progress.stage is Stage.READY
         findings = self._divide(progress, optimizer, gradients, source.state)
         try:
-            loss = JudgedLoss()
+            loss = UNJUDGED
             # Gradients that are judged a second time have lost their norm.
-            if (self.guard is not None or progress.inputs is not None) and is_first:
+            if is_first and (self.guard is not None or progress.inputs is not None):
                 is_read = not groups and self.current.adapter.reads_verdict(optimizer)
                 loss = self.judge.judge(progress, optimizer, findings, source.state, is_read=is_read)
-            if progress.refused:
-                progress.code = claims.reason_code(progress.refused, self.agreement.rank())
-            claim = None
-            if groups:
-                claim = self.messages.next_claim(
-                    groups, optimizer, max_norm, steps=self.steps_before, checksum=checksum
-                )
-            flags = self._flags_of(progress, optimizer, findings, source, groups, has_values=has_values)
-            pending = PendingVerdict(
-                self.current,
-                self.agreement,
-                findings,
-                source.state,
-                flags,
-                groups,
-                claim,
-                loss.loss,
-                is_judged_late=loss.is_judged_late,
-            )
+            pending = self._pending(progress, optimizer, findings, source, collection, loss, has_values=has_values)
             progress.judge(pending, then)
             if groups:
                 self.messages.note_sent(pending)
@@ -356,26 +348,18 @@ class Iteration:
         return findings.norm
 
     def _collect(
-        self,
-        progress: Progress,
-        optimizer: Optimizer,
-        request: Request | None,
-        norm: Array | float | None,
-        *,
-        divides: bool,
-    ) -> tuple[Collected, float | None, str]:
-        """Return an optimizer's gradients, what they are clipped to, and their checksum if ranks may hold others."""
-        groups, clipping, micro = self.agreement.usable_groups(), self.parts.clipping, self.micro.of(optimizer)
+        self, progress: Progress, optimizer: Optimizer, request: Request | None, *, divides: bool
+    ) -> Collection:
+        """Return an optimizer's gradients, or the norm that the program has clipped them by."""
+        groups, micro = self.agreement.usable_groups(), self.micro.of(optimizer)
+        norm = None if progress.inputs is None else progress.inputs.norm
         if progress.stage is Stage.READY and micro.dropped and not micro.kept:
             progress.refused = max(progress.refused, Reason.REFUSED)
         try:
             if request is None:
-                request = UNSCALING if divides else _JUDGING
-                if clipping.max_norm is not None:
-                    is_read = divides and not groups and self.current.adapter.reads_verdict(optimizer)
-                    request = self.request(optimizer, clipping)._replace(divides=divides, is_read=is_read)
+                request = self._request_of_step(optimizer, divides=divides, has_groups=len(groups) > 0)
             gradients = self._collected(optimizer, request, norm)
-            is_averaged = len(groups) > 0 and not gradients.groups and clipping.norm_over != "group"
+            is_averaged = len(groups) > 0 and not gradients.groups and self.parts.clipping.norm_over != "group"
             checksum = checksum_of(self.current, optimizer) if micro.dropped and is_averaged else ""
         except Exception:
             self.messages.tell_of_failure(optimizer, self.steps_before)
@@ -385,7 +369,15 @@ class Iteration:
                 "keeps() has dropped the last micro-batch of DTensor gradients, and whether it was the one that "
                 "reduces them cannot be seen: guard such a loop without keeps()"
             )
-        return gradients, request.max_norm, checksum
+        has_norm = request.max_norm is not None or norm is not None
+        return Collection(gradients, groups or gradients.groups, request.max_norm, has_norm, checksum)
+
+    def _request_of_step(self, optimizer: Optimizer, *, divides: bool, has_groups: bool) -> Request:
+        """Return what a step wants of the gradients that it unscales, or has the optimizer unscale."""
+        if self.parts.clipping.max_norm is None:
+            return UNSCALING if divides else _JUDGING
+        is_read = divides and not has_groups and self.current.adapter.reads_verdict(optimizer)
+        return self.request(optimizer, self.parts.clipping)._replace(divides=divides, is_read=is_read)
 
     def _divide(self, progress: Progress, optimizer: Optimizer, gradients: Collected, state: ScaleState) -> Findings:
         """Divide gradients by the scale, of which a failure may leave some divided, unless none can be."""
@@ -400,22 +392,31 @@ class Iteration:
                 self.messages.tell_of_failure(optimizer, self.steps_before)
             raise
 
-    def _flags_of(
+    def _pending(
         self,
         progress: Progress,
         optimizer: Optimizer,
         findings: Findings,
         source: Source,
-        groups: Sequence[Collectives],
+        collection: Collection,
+        loss: JudgedLoss,
         *,
         has_values: bool,
-    ) -> Flags:
-        """Return what this rank says of a step."""
+    ) -> PendingVerdict:
+        """Return the verdict that follows from what this rank says of a step, to the other ranks, if there are any."""
+        agreement, (_, groups, max_norm, _, checksum) = self.agreement, collection
+        if progress.refused:
+            progress.code = claims.reason_code(progress.refused, agreement.rank())
+        claim = None
+        if groups:
+            steps = self.steps_before
+            claim = self.messages.next_claim(groups, optimizer, max_norm, steps=steps, checksum=checksum)
         # It gives a new optimizer its position among the streaks, alone, too.
         is_last = self.tally.is_last_chance(optimizer) and len(groups) > 0
         presence = source.presence if findings.has_gradients else Presence.NONE
         scaled = Scaled.WITH_VALUES if has_values and source.scaled is Scaled.NOW else source.scaled
-        return Flags(findings.nonfinite, 2 * is_last, presence, scaled, progress.code)
+        flags = Flags(findings.nonfinite, 2 * is_last, presence, scaled, progress.code)
+        return PendingVerdict(self.current, agreement, findings, source.state, flags, groups, claim, loss)
 
     def _collected(self, optimizer: Optimizer, request: Request, norm: Array | float | None) -> Collected:
         """Return an optimizer's gradients, or the norm that the program has clipped them by."""
@@ -460,14 +461,8 @@ class Iteration:
             if pending.groups:
                 self.messages.read_before(pending)
             verdict = (pending.verdict if pending.override is None else None) or pending.read()
-            optimizer = progress.optimizer if pending.is_judged_late else None
-            if optimizer is not None:
-                self.judge.observe(progress, optimizer, pending.loss, pending.norm, pending.state)
-                if isinstance(progress.code, int) and progress.code:
-                    pending.refuse(progress.code)
-                # Last, so that a step after Ctrl-C judges again.
-                pending.is_judged_late = False
-                verdict = pending.read()
+            if pending.is_judged_late and progress.optimizer is not None:
+                verdict = self.judge.judge_late(progress, progress.optimizer, pending)
         except OF_ALL_RANKS as error:
             self.agreement.fail(error)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from array_api_compat import is_array_api_obj
 
@@ -12,19 +12,12 @@ from gradscale.core.gradients import Findings
 from gradscale.core.protocols import Array, Optimizer, ScaleState
 from gradscale.errors import InvalidValueError
 from gradscale.scaler import claim as claims
-from gradscale.scaler.claim import LossFault, Reason
+from gradscale.scaler.claim import LossFault, Reason, Verdict
 from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite
 from gradscale.scaler.mistakes import Mistakes, no_values
 from gradscale.scaler.progress import Closure, Progress
 from gradscale.scaler.scale import CurrentScale
-
-
-class JudgedLoss(NamedTuple):
-    """The loss that a step is judged by on this rank."""
-
-    loss: Array | float | None = None
-    is_judged_late: bool = False
-    """Whether it is left to when the host has read the verdict, and with it the loss and the norm."""
+from gradscale.scaler.verdict import JudgedLoss, PendingVerdict
 
 
 class Judge:
@@ -84,10 +77,19 @@ class Judge:
         is_unknown = any(map(is_array_api_obj, (loss, norm))) or (norm is None and findings.deferred is not None)
         if is_unknown and is_read and backend.bits(state.scale) is not None:
             return JudgedLoss(beside(loss, state.scale) if is_array_api_obj(loss) else loss, True)
-        self.observe(progress, optimizer, loss, norm, state)
+        self._observe(progress, optimizer, loss, norm, state)
         return JudgedLoss(number)
 
-    def observe(self, progress: Progress, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
+    def judge_late(self, progress: Progress, optimizer: Optimizer, pending: PendingVerdict) -> Verdict:
+        """Judge by the loss and the norm that the host has read; return the verdict that follows."""
+        self._observe(progress, optimizer, pending.loss, pending.norm, pending.state)
+        if isinstance(progress.code, int) and progress.code:
+            pending.refuse(progress.code)
+        # Last, so that a step after Ctrl-C judges again.
+        pending.is_judged_late = False
+        return pending.read()
+
+    def _observe(self, progress: Progress, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
         """Set the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # Also if the step is refused, so that windows are in one order in each run.
         seen = progress.observation = (

@@ -8,6 +8,7 @@ from typing import NoReturn
 from gradscale.core.protocols import Array
 from gradscale.errors import ScaleUnderflowError, short_repr
 from gradscale.scaler.claim import PROGRAM_CALLS, Reason, Verdict
+from gradscale.scaler.guard import Guard
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.order import INCOMPLETE
 from gradscale.scaler.progress import Progress, Stage
@@ -27,7 +28,7 @@ class Update:
     """Makes the report of the update, if somebody wants it."""
     underflow: ScaleUnderflowError | None = None
     """To raise afterwards."""
-    gives_up = _is_at_min = False
+    gives_up = False
     is_alone = True
     """Whether no message was sent for a step."""
 
@@ -40,20 +41,16 @@ class Update:
             self._forbid_refusals_left()
         wanted = None if new_scale is None else checked_scale(new_scale, current.policy)
         pending, verdicts = iteration.read_verdicts()
-        for verdict in verdicts:
-            if verdict.gives_up and verdict.reason in (Reason.SPIKE, Reason.OVERFLOW):
-                self.gives_up = True
-            self._is_at_min |= verdict.at_min_scale
+        is_at_min = self._read(verdicts)
         lowered = iteration.scaling.lowered
         if wanted is None and lowered is None and not pending:
             self._forbid()
         if iteration.reports.on_update:
             self.report = self._report(pending, verdicts, wanted)
-        if wanted is None and self._is_at_min:
+        if wanted is None and is_at_min:
             self.underflow = self._underflow(pending, verdicts)
         if iteration.guard is not None:
-            for progress in iteration.progresses.all:
-                self._learn(progress)
+            self._learn(iteration.guard)
         if iteration.parts.snapshots:
             self._hold()
         # Last, since Ctrl-C after it would let the next update adapt the state again.
@@ -63,6 +60,14 @@ class Update:
             current.set_state(lowered)
         else:
             self._adapt(pending)
+
+    def _read(self, verdicts: Sequence[Verdict]) -> bool:
+        """Note whether a verdict ends the run, and tell whether one is an overflow that must be raised."""
+        is_at_min = False
+        for verdict in verdicts:
+            self.gives_up |= verdict.gives_up and verdict.reason in (Reason.SPIKE, Reason.OVERFLOW)
+            is_at_min |= verdict.at_min_scale
+        return is_at_min
 
     def _forbid_refusals_left(self) -> None:
         """Raise CallOrderError for an optimizer that was refused, and not stepped; that of a guard comes later."""
@@ -127,25 +132,21 @@ class Update:
                 )
         return None
 
-    def _learn(self, progress: Progress) -> None:
-        """Let the window of an optimizer learn from its step, but not from one that the user has made."""
-        guard, pending, observation = self._iteration.guard, progress.pending, progress.observation
-        if guard is not None and progress.stage.is_over and observation is not None and pending is not None:
-            guard.learn(observation, pending.reason(), self._iteration.current.state_adapter.write_into)
+    def _learn(self, guard: Guard) -> None:
+        """Let the windows of optimizers learn from their steps, but not from those that the user has made."""
+        for progress in self._iteration.progresses.all:
+            pending, observation = progress.pending, progress.observation
+            if progress.stage.is_over and observation is not None and pending is not None:
+                guard.learn(observation, pending.reason(), self._iteration.current.state_adapter.write_into)
 
     def _hold(self) -> None:
         """Save the arrays of ``hold`` if no step was skipped, else restore them, by flags of a device if need be."""
-        iteration = self._iteration
-        begun = [progress for progress in iteration.progresses.all if progress.stage is not Stage.READY]
-        if not begun:
-            return
-        all_stepped = all(progress.has_stepped for progress in begun)
-        late = [each.pending.skips() for each in begun if each.verdict is None and each.pending is not None]
-        skips = [one for one in late if not isinstance(one, bool)] if all_stepped else []
-        for snapshot in iteration.parts.snapshots:
-            if skips and not snapshot.takes_flags:
+        begun = [each for each in self._iteration.progresses.all if each.stage is not Stage.READY]
+        all_stepped, skips = all(each.has_stepped for each in begun), _late_skips(begun)
+        for snapshot in self._iteration.parts.snapshots if begun else ():
+            if all_stepped and skips and not snapshot.takes_flags:
                 # The host writes what it holds.
-                all_stepped, skips = all_stepped and not self._any(skips), []
+                all_stepped, skips = not self._any(skips), []
             if all_stepped and not skips:
                 snapshot.save()
             else:
@@ -193,3 +194,9 @@ class Update:
         if parts.is_guard and ended.progresses.are_over():
             following.go_on_from(ended)
         return following, reports
+
+
+def _late_skips(begun: Sequence[Progress]) -> list[Array]:
+    """Return whether steps are skipped whose verdict the host has not read, each 0-d."""
+    late = [each.pending.skips() for each in begun if each.verdict is None and each.pending is not None]
+    return [one for one in late if not isinstance(one, bool)]

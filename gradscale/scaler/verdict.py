@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -35,6 +35,17 @@ class Reading(enum.Enum):
     IN_STEP = "before the step, which needs it"
     LATE = "on demand, since the optimizer acts on it by itself"
     REPLAYED = "on demand, and anew each time, since a captured graph writes it at each replay"
+
+
+class JudgedLoss(NamedTuple):
+    """The loss that a step is judged by on this rank."""
+
+    loss: Array | float | None = None
+    is_judged_late: bool = False
+    """Whether it is left to when the host has read the verdict, and with it the loss and the norm."""
+
+
+UNJUDGED = JudgedLoss()
 
 
 class PendingVerdict:
@@ -69,11 +80,10 @@ class PendingVerdict:
         flags: Flags,
         groups: Sequence[Collectives] = (),
         claim: Claim | None = None,
-        loss: Array | float | None = None,
-        *,
-        is_judged_late: bool = False,
+        judged: JudgedLoss = UNJUDGED,
     ) -> None:
-        self.findings, self.state, self.groups, self.is_judged_late = findings, state, groups, is_judged_late
+        self.findings, self.state, self.groups = findings, state, groups
+        loss, self.is_judged_late = judged
         # Gradients of a state before a load say nothing of the one in force.
         self.rank, self._updates = agreement.rank, current.updates if state is current.state else -1
         self._current, self._count, self._code = current, flags.nonfinite, _on_host(current, flags.code, int)
