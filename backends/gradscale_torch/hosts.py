@@ -120,19 +120,21 @@ def framework_flags_of(iteration: Iteration, progress: Progress) -> FrameworkFla
             return None
         pending = progress.pending = PendingVerdict.of_framework(current, iteration.agreement, current.state)
     if not isinstance(pending.override, FrameworkFlags):
-        target, flags = pending.state.scale.device, dict(pending.findings.flags or {})
-        if (
-            pending.is_judged_late
-            or pending.is_judged_by_host
-            or (pending.groups and target.type == "cpu" and not pending.is_late)
-        ):
-            iteration.verdict(progress)
-        if pending.groups or pending.is_judged_by_host or not isinstance(progress.code, int) or progress.code:
-            flag = flag_of(pending, target)
-            flags = {device: to_device(flag, device).clone() for device in flags or [target]}
-        pending.override = FrameworkFlags(flags, target)
+        pending.override = _flags_from(iteration, progress, pending)
     assert isinstance(pending.override, FrameworkFlags)
     return pending.override
+
+
+def _flags_from(iteration: Iteration, progress: Progress, pending: PendingVerdict) -> FrameworkFlags:
+    """Return a verdict as flags: of each device if this process alone has judged the gradients there."""
+    target, flags = pending.state.scale.device, dict(pending.findings.flags or {})
+    is_waited_for = pending.groups and target.type == "cpu" and not pending.is_late
+    if pending.is_judged_late or pending.is_judged_by_host or is_waited_for:
+        iteration.verdict(progress)
+    if pending.groups or pending.is_judged_by_host or not isinstance(progress.code, int) or progress.code:
+        flag = flag_of(pending, target)
+        flags = {device: to_device(flag, device).clone() for device in flags or [target]}
+    return FrameworkFlags(flags, target)
 
 
 class OptimizerState(MutableMapping[str, object]):

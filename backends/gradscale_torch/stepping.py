@@ -82,17 +82,9 @@ def _fused_step(step: Step) -> Iterator[None]:
     findings, state = pending.findings, pending.state
     target = state.scale.device
     fresh = _without_momentum(optimizer)
-    is_on_cpu = devices.is_on_cpu(state.scale)
-    is_late = False
-    if pending.override is None and not is_on_cpu:
-        # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced, and
-        # momentum that is not to be damped if this step is skipped.
-        is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
-        may_be_late = not iteration.reports.wants_each_step and (not is_damped or is_capturing(target))
-        is_late = may_be_late and iteration.current.at_min_scale(state) is None
-    is_empty = not pending.groups and not findings.has_gradients and not progress.refused
-    if not is_late or is_empty:
-        if not is_on_cpu:
+    is_late = _may_be_late(step, pending, has_fresh_momentum=len(fresh) > 0)
+    if not is_late or not (pending.groups or findings.has_gradients or progress.refused):
+        if not devices.is_on_cpu(state.scale):
             forbid_capture(target, NO_READS)
         step.verdict = iteration.verdict_for_step(progress, optimizer)
     flag, scale = flag_of(pending, target), getattr(optimizer, "grad_scale", None)
@@ -110,16 +102,33 @@ def _fused_step(step: Step) -> Iterator[None]:
                 progress.divide()
             raise
     for parameter in fresh:
-        # torch's fused SGD leaves momentum uninitialized if its first step is skipped, and takes it for filled later.
-        momentum = _momentum(optimizer, parameter)
-        if step.verdict is not None:
-            if step.verdict.reason:
-                getattr(optimizer, "state", {}).get(parameter, {}).pop("momentum_buffer", None)
-        elif momentum is not None:
-            momentum.copy_(torch.where(to_device(flag, momentum.device) != 0, torch.zeros_like(momentum), momentum))
+        _mend_momentum(optimizer, parameter, step.verdict, flag)
     if is_late:
         pending.start_reading()
     _note_left_scaled(step)
+
+
+def _may_be_late(step: Step, pending: PendingVerdict, *, has_fresh_momentum: bool) -> bool:
+    """Tell whether the host may read a verdict when it has arrived, since the optimizer acts on it by itself."""
+    state, iteration = pending.state, step.iteration
+    if pending.override is not None or iteration.reports.wants_each_step or devices.is_on_cpu(state.scale):
+        # A framework may have replaced the verdict.
+        return False
+    # A policy that raises at its minimum needs the CPU, and so does momentum that is not to be damped if this step is
+    # skipped.
+    optimizer: Any = step.optimizer
+    groups = optimizer.param_groups if has_fresh_momentum else ()
+    is_damped = any(group.get("dampening") for group in groups) and not is_capturing(state.scale.device)
+    return not is_damped and iteration.current.at_min_scale(state) is None
+
+
+def _mend_momentum(optimizer: Any, parameter: Tensor, verdict: Verdict | None, flag: Tensor) -> None:
+    """Forget the momentum of a first step that was skipped, which torch's fused SGD leaves as it was allocated."""
+    momentum = _momentum(optimizer, parameter)
+    if verdict is None and momentum is not None:
+        momentum.copy_(torch.where(to_device(flag, momentum.device) != 0, torch.zeros_like(momentum), momentum))
+    elif verdict is not None and verdict.reason:
+        getattr(optimizer, "state", {}).get(parameter, {}).pop("momentum_buffer", None)
 
 
 def _device_of_flags(optimizer: Any, target: torch.device) -> torch.device:
