@@ -32,13 +32,16 @@ from gradscale.core.protocols import (
     OptimizerWithGroups,
     ScaleState,
 )
-from gradscale.core.tree import dtype_of, first_floating, floating_leaves
+from gradscale.core.tree import first_floating, floating_leaves
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 
 if TYPE_CHECKING:
     from gradscale.core.backend import Backend
 
 _Assign: TypeAlias = Callable[[dict[int, Array]], None]
+
+_dtype = operator.attrgetter("dtype")
+_reading = reading("an optimizer")
 
 _INFINITY_BITS = 0x7F800000
 
@@ -153,7 +156,7 @@ class Gradients:
     __slots__ = ("_assign", "_leaves", "_master_dtype", "_request", "_what", "is_touched")
 
     def __init__(self, optimizer: Optimizer, cache: ParameterCache, request: Request) -> None:  # noqa: ARG002
-        with reading("an optimizer"):
+        with _reading:
             if hasattr(optimizer, "param_groups"):
                 self._leaves, self._assign = _from_param_groups(cast("OptimizerWithGroups", optimizer))
             else:
@@ -220,7 +223,7 @@ class Gradients:
 
 def _narrow_dtypes(arrays: Sequence[Array]) -> str:
     """Return the names of the half-precision dtypes of arrays; bfloat16 has the range of float32."""
-    by_dtype = dict(zip(map(dtype_of, arrays), arrays, strict=True))
+    by_dtype = dict(zip(map(_dtype, arrays), arrays, strict=True))
     halves = {str(x.dtype) for x in by_dtype.values() if kind_of(x) is Kind.HALF and "bfloat16" not in str(x.dtype)}
     return ", ".join(sorted(halves))
 

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -36,9 +35,6 @@ _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
 _WHAT = "a container of arrays"
 # Types and dtypes of floating arrays, and the names of the namespaces that they belong to.
 _floating_kinds: set[tuple[type, object, str]] = set()
-
-dtype_of: Callable[[Array], Any] = operator.attrgetter("dtype")
-"""Returns the dtype of an array."""
 
 
 def _is_leaf(node: object) -> bool:
@@ -267,7 +263,7 @@ def floating_leaves(
     try:
         # Thousands of leaves are of few kinds.
         are_floating = _floating_kinds.issuperset(
-            zip(map(type, leaves), map(dtype_of, leaves), itertools.repeat(namespace.__name__))
+            zip(map(type, leaves), [leaf.dtype for leaf in leaves], itertools.repeat(namespace.__name__))
         )
     except Exception:
         # Read one by one, below, the leaves say which one raises.
