@@ -176,13 +176,13 @@ class TensorGradients:
                     return findings
                 divisor, norm = self._clip_divisor(scale, request.max_norm, flags)
             if not request.divides:
-                self._judge_scaled(divisor, flags, has_norm=norm is not None, may_be_below_one=may_be_below_one)
+                self._judge_scaled(divisor, flags, norm is not None, may_be_below_one)
             else:
                 self.is_touched, self._parameters.left_scaled = True, False
                 if is_one and norm is None:
                     flag_nonfinite(tensors, flags)
                 else:
-                    self._divide(divisor, flags, has_norm=norm is not None, may_be_below_one=may_be_below_one)
+                    self._divide(divisor, number, flags, norm is not None, may_be_below_one)
             if self._uncoalesced:
                 flag_sums(self._uncoalesced, flags)
             nonfinite = count_nonfinite(flags, tensors, scale.device)
@@ -205,16 +205,18 @@ class TensorGradients:
         devices = {device: constant(0.0, device) for device, _ in tensors}
         return Findings(0, None, len(tensors) > 0, request.are_scaled, devices, deferred=deferred)
 
-    def _judge_scaled(self, divisor: Tensor, flags: Flags, *, has_norm: bool, may_be_below_one: bool) -> None:
+    def _judge_scaled(self, divisor: Tensor, flags: Flags, has_norm: bool, may_be_below_one: bool) -> None:
         """Set the flags for gradients that the optimizer divides, whose kernel does not judge the quotients."""
         if not has_norm or self._parameters.meshes:
             flag_nonfinite(self._tensors, flags)
         if may_be_below_one and self._request.are_scaled:
             flag_quotients(self._tensors, divisor, flags)
 
-    def _divide(self, divisor: Tensor, flags: Flags, *, has_norm: bool, may_be_below_one: bool) -> None:
-        """Divide gradients and set the flags."""
-        factor = inverse_of(divisor)
+    def _divide(
+        self, divisor: Tensor, number: float | None, flags: Flags, has_norm: bool, may_be_below_one: bool
+    ) -> None:
+        """Divide gradients, by a number if there is no norm and the host has the scale, and set the flags."""
+        factor = inverse_of(divisor) if has_norm or number is None else _inverse_of_number(number)
         if has_norm and self._request.are_scaled:
             factor = factor.float()
         # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
@@ -488,6 +490,11 @@ def inverse_of(divisor: Tensor) -> Tensor:
     if divisor.device.type in _INEXACT:
         return divisor.double().reciprocal().to(divisor.dtype)
     return divisor.reciprocal()
+
+
+@functools.lru_cache(maxsize=64)
+def _inverse_of_number(scale: float) -> Tensor:
+    return torch.tensor(scale, dtype=torch.float32, device=CPU).reciprocal()
 
 
 def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, again: bool, flagged: bool = False) -> None:
