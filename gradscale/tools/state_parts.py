@@ -49,7 +49,8 @@ def differences(ours: State, theirs: State, rtol: float, exempt: Iterable[str]) 
         (form, a), (their_form, b) = ours.get(name, ("absent", [])), theirs.get(name, ("absent", []))
         # Sums in another order differ by the size of what is summed, which may cancel.
         limit = rtol * max((abs(x) for x in b if isinstance(x, float) and math.isfinite(x)), default=0.0)
-        unequal = [k for k in range(min(len(a), len(b))) if not _is_same(a[k], b[k], limit)]
+        places = range(min(len(a), len(b))) if repr(a) != repr(b) else ()
+        unequal = [place for place in places if not _is_same(a[place], b[place], limit)]
         if form != their_form:
             found.append((name, form, their_form))
         elif unequal:

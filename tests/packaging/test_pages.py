@@ -27,7 +27,8 @@ BLOCK = re.compile(r"<!-- run: ([\w-]+) -->\n```python\n(.*?)```", flags=re.DOTA
 BLOCKS = [block for text in PAGES.values() for block in BLOCK.findall(text)]
 # These take names for granted, and are run by the tests of the adapter that they are for.
 RECIPE = re.compile(r"<!-- recipe: \w+ -->\n```python\n(.*?)```", flags=re.DOTALL)
-LIBRARY = re.compile(r"^(?:import|from) (?:gradscale_)?(torch|jax|optax|mlx|equinox|mpi4py|array_api_strict)\b", re.M)
+LIBRARIES = "torch|jax|optax|mlx|equinox|flax|lightning|accelerate|transformers|mpi4py|array_api_strict"
+LIBRARY = re.compile(rf"^(?:import|from) (?:gradscale_)?({LIBRARIES})\b", re.MULTILINE)
 
 MARKS = {"numpy-first": pytest.mark.tier("quick"), "cupy": [pytest.mark.tier("all"), pytest.mark.cupy, pytest.mark.gpu]}
 
@@ -72,9 +73,15 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
         require({"array_api_strict": "strict", "mpi4py": "mpi"}.get(library, library))
     if name == "cupy":
         require_cupy()
-    command = mpi_command(2, program) if name in ("mpi", "resume") else [sys.executable, program]
+    command = [sys.executable, program]
+    if name in ("mpi", "resume", "trainers-mpi"):
+        command = mpi_command(2, program)
+    elif name in ("trainers-ddp", "trainers-fsdp2"):
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     completed = ran(*command, folder=tmp_path, **mpi_environment())
     assert completed.returncode == 0, completed.stderr
+    if name.startswith("trainers-"):
+        assert re.fullmatch(r"check_trainer: (19|2\d) runs", completed.stderr.splitlines()[0]), completed.stderr
     if name.endswith("-first"):
         assert completed.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
 

@@ -6,17 +6,27 @@ import copy
 from typing import Any
 
 import numpy as np
+from scenarios import rank_and_size
 
 FEATURES = 3
 
 
 def gathered(group, values):
-    """Return a vector of each rank, by rank: MAX is all that the group has."""
+    """Return a vector of each rank, by rank, over threads, MPI or torch.distributed."""
     if group is None:
         return np.stack([values])
-    bits = np.full((group.size, len(values)), np.iinfo(np.int32).min, np.int32)
-    bits[group.rank] = np.float32(values).view(np.int32)
-    return group.start_max(bits.reshape(-1))().view(np.float32).reshape(group.size, -1)
+    if hasattr(group, "start_max"):
+        # MAX is all that it has.
+        bits = np.full((group.size, len(values)), np.iinfo(np.int32).min, np.int32)
+        bits[group.rank] = np.float32(values).view(np.int32)
+        return group.start_max(bits.reshape(-1))().view(np.float32).reshape(group.size, -1)
+    if hasattr(group, "allgather") and not hasattr(group, "_allgather_base"):
+        return np.stack(group.allgather(values))
+    import torch
+
+    parts = [torch.empty(len(values)) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, torch.from_numpy(np.float32(values)), group=group)
+    return np.stack([part.numpy() for part in parts])
 
 
 class Loop:
@@ -58,7 +68,7 @@ class Loop:
         self.update(self.is_finite())
 
     def batch(self, index: int, number: int):
-        rank = 0 if self.group is None else self.group.rank
+        rank = 0 if self.group is None else rank_and_size(self.group)[0]
         return np.random.default_rng((index, number, rank)).normal(size=(8, FEATURES)).astype(np.float32)
 
     def zero_grad(self):

@@ -141,8 +141,8 @@ def check_trainer(
     exempt : sequence of str, default ("scale",)
         Parts whose names contain one of these, in capitals or not, are compared by rule 3 alone.
     progress : callable, optional
-        Called before each run with how many were made, and how many there are at most. Default: print this number once,
-        to stderr.
+        Called on rank 0 before each run, with how many were made, and how many there are at most. Default: print this
+        number once, to stderr.
 
     Returns
     -------
@@ -188,7 +188,8 @@ def check_trainer(
 
         def states(run: Run) -> list[State]:
             if run not in made:
-                progress(len(made), total)
+                if channel.rank == 0:
+                    progress(len(made), total)
                 made[run] = loop.states(run)
             return made[run]
 
@@ -241,21 +242,21 @@ def _compare(
     """Yield the fault of a run that is like none of others at its end: what differs first."""
     found: list[Any] = []
     for other, text in others.items():
-        by_step = [differences(*pair, rtol, exempt) for pair in zip(states(run), states(other), strict=True)]
+        ours, theirs = states(run), states(other)
+        is_same = not differences(ours[-1], theirs[-1], rtol, exempt)
+        by_step = () if is_same else (differences(*pair, rtol, exempt) for pair in zip(ours, theirs, strict=True))
         first = next(((index, len(parts), parts[:2]) for index, parts in enumerate(by_step, -1) if parts), None)
-        firsts = [
-            (*first, rank) for rank, first in enumerate(channel.exchange(first if by_step[-1] else None)) if first
-        ]
+        firsts = [(*first, rank) for rank, first in enumerate(channel.exchange(first)) if first]
         if not firsts:
             return
         found.append((*min(firsts), text))
-    index, _, ((part, ours, theirs), *following), rank, text = max(found, key=lambda one: (one[0], -one[1]))
+    index, _, ((part, our, their), *following), rank, text = max(found, key=lambda one: (one[0], -one[1]))
     moments = run.bad if run.saved_after is None else (run.saved_after,)
     late = "" if index in moments else f" and step {index}"
     of_rank = f" of rank {rank}" if channel.size > 1 and rank != run.rank else ""
     if run.rule == 1 and run.bad:
-        text += f" ({_cause(part, ours, is_late=index > run.bad[-1])})"
-    line = f"rule {run.rule}: {run.text}{late}, `{part}`{of_rank} is {ours}, and {theirs} {text}"
+        text += f" ({_cause(part, our, is_late=index > run.bad[-1])})"
+    line = f"rule {run.rule}: {run.text}{late}, `{part}`{of_rank} is {our}, and {their} {text}"
     line += "".join(f"; `{name}` differs next" for name, *_ in following)
     step = index if index in moments or not moments else moments[-1]
     yield TrainerFault(run.rule, run.kind, rank if run.rank is None else run.rank, step, part, line)
@@ -265,11 +266,5 @@ def _cause(part: str, value: str, is_late: bool) -> str:
     """Return the usual cause of a trace that a bad step has left in a part."""
     if is_late:
         return "gradients that a skipped step does not zero, a scale that shows, or what state() does not return?"
-    causes = [cause for pattern, cause in _CAUSES.items() if re.search(pattern, part)]
-    return (
-        causes[0]
-        if causes
-        else "the step was not skipped"
-        if re.search("nan|inf", value)
-        else "the step was made all the same?"
-    )
+    default = "the step was not skipped" if re.search("nan|inf", value) else "the step was made all the same?"
+    return next((cause for pattern, cause in _CAUSES.items() if re.search(pattern, part)), default)
