@@ -81,7 +81,7 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
     completed = ran(*command, folder=tmp_path, **mpi_environment())
     assert completed.returncode == 0, completed.stderr
     if name.startswith("trainers-"):
-        assert re.fullmatch(r"check_trainer: (19|2\d) runs", completed.stderr.splitlines()[0]), completed.stderr
+        assert re.search(r"^check_trainer: (15|19|2\d) runs$", completed.stderr, re.MULTILINE), completed.stderr
     if name.endswith("-first"):
         assert completed.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
 

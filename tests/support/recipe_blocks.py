@@ -7,8 +7,9 @@ import dis
 import re
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
-__all__ = ["GUARD_PAGE", "INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on", "names_given", "run_on"]
+__all__ = ["GUARD_PAGE", "INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on", "names_given", "run_on", "run_on_names"]
 
 _BACKENDS = Path(__file__).parents[2] / "backends"
 TORCH_PAGE = _BACKENDS / "gradscale_torch" / "RECIPES.md"
@@ -26,7 +27,7 @@ def blocks_on(page: Path) -> dict[str, str]:
 
 def run_on(page: Path, name: str, /, **given):
     """Run a recipe of a page with these names, and return all names that there are then."""
-    exec(compile(blocks_on(page)[name], f"{page.name}: {name}", "exec"), given)
+    run_on_names(page, name, given)
     return given
 
 
@@ -43,3 +44,8 @@ def names_given(code: str) -> set[str]:
         # What a function reads counts when it is called, after all else.
         functions += [constant for constant in function.co_consts if isinstance(constant, CodeType)]
     return given
+
+
+def run_on_names(page: Path, name: str, names: dict[str, Any]):
+    """Run a recipe of a page in a dictionary of names, which has those that it makes as soon as it makes them."""
+    exec(compile(blocks_on(page)[name], f"{page.name}: {name}", "exec"), names)

@@ -22,10 +22,6 @@ def check_trainer(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long a step may take.")
     ] = 60.0,
-    steps: Annotated[int, typer.Option(metavar="NUMBER", min=4, max=10**6, help="Number of steps of a run.")] = 8,
-    micro_batches: Annotated[
-        int, typer.Option(metavar="NUMBER", min=1, max=10**6, help="How many micro-batches a step has.")
-    ] = 1,
     rtol: Annotated[
         float,
         typer.Option(metavar="RATIO", min=0.0, max=1.0, help="How much values may differ. Default: not in a bit."),
@@ -45,21 +41,13 @@ def check_trainer(
         def tell(done: int, total: int) -> None:
             status.update(f"{done} of {total} runs")
             if done == 0:
-                status.console.print(f"{total} runs of {steps} steps each")
+                status.console.print(f"{total} runs")
 
         # As `python -m` does, and the command `gradscale` does not.
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
         try:
             make = pkgutil.resolve_name(trainer)
-            report = testing.check_trainer(
-                make,
-                timeout=timeout,
-                raises=False,
-                steps=steps,
-                micro_batches=micro_batches,
-                rtol=rtol,
-                progress=tell,
-            )
+            report = testing.check_trainer(make, timeout=timeout, raises=False, rtol=rtol, progress=tell)
         except (ImportError, AttributeError, ValueError, GradscaleError) as error:
             msg = f"{trainer}: {type(error).__name__}: {error}"
             raise typer.BadParameter(msg) from error
