@@ -16,6 +16,7 @@ from gradscale.tools.side_channel import SideChannel
 from gradscale.tools.state_parts import State, parts_of
 
 LEFT_OUT = "left out"
+_SPIKE = {"spike": 1e6}
 _SEEDS = {"random": "seed", "numpy": "random.seed", "torch": "manual_seed", "mlx.core": "random.seed"}
 
 
@@ -30,6 +31,15 @@ class Run(NamedTuple):
     micro_batch: int | None = None
     saved_after: int | None = None
     init_scale: float | None = None
+
+
+def _advance(making: Iterator[State]) -> State:
+    """Make one step; a program that would end itself raises instead, as an exit of a thread is told to nobody."""
+    try:
+        return next(making)
+    except SystemExit as error:
+        msg = f"SystemExit: {error}"
+        raise RuntimeError(msg) from error
 
 
 class RunEndError(Exception):
@@ -52,7 +62,7 @@ class Loop(NamedTuple):
         for index in range(-1, self.steps):
             end, cause = "", None
             try:
-                states.append(self.pool.apply_async(copy_context().run, (next, making)).get(self.timeout))
+                states.append(self.pool.apply_async(copy_context().run, (_advance, making)).get(self.timeout))
             except multiprocessing.TimeoutError:
                 end = f"hangs: no answer within {self.timeout:g} s"
             except Exception as error:
@@ -64,7 +74,8 @@ class Loop(NamedTuple):
             if bad:
                 words = "; ".join(f"rank {rank} {end or 'ends it'}" for rank, end in enumerate(ends))
                 words += " (does one rank alone skip, or return?)" if "" in ends else ""
-                is_hang, text = ends[bad[0]].startswith("hangs"), f"{run.text}, in step {index}: {words}"
+                place = "the making of a trainer" if index < 0 else f"step {index}"
+                is_hang, text = ends[bad[0]].startswith("hangs"), f"{run.text}, in {place}: {words}"
                 if run.kind in ("clean", LEFT_OUT) and not is_hang:
                     msg = f"a trainer must end a run that has no bad step, got {text}"
                     raise InvalidTypeError(msg) from cause
@@ -93,7 +104,7 @@ class Loop(NamedTuple):
     def _fault(self, run: Run, index: int) -> Any:
         """Return the factor of a step's loss, or those of its micro-batches; None for what is left out."""
         is_bad = index in run.bad and run.rank in (None, self.channel.rank)
-        factor = 1.0 if not is_bad else None if run.kind == LEFT_OUT else float(run.kind)
+        factor = 1.0 if not is_bad else None if run.kind == LEFT_OUT else float(_SPIKE.get(run.kind, run.kind))
         if self.micro_batches == 1 or (factor is None and run.micro_batch is None):
             return factor
         return tuple(factor if run.micro_batch in (None, k) else 1.0 for k in range(self.micro_batches))

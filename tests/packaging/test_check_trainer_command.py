@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import ran
 
-pytestmark = pytest.mark.usefixtures("cli")
+pytestmark = [pytest.mark.tier("ranks"), pytest.mark.usefixtures("cli")]
 
 LOOPS = """
 class Right:

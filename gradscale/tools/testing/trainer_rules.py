@@ -132,7 +132,7 @@ def check_trainer(
     bad_steps : sequence of int or sequence of ints, optional
         Which steps are bad, a run for each, or several in one run. Default: the first, one in the middle, two in a row.
     kinds : sequence of str, default ("nan", "inf")
-        What ``fault`` is in a bad step: any text that ``float`` takes, such as "1e6" for a loop that skips spikes.
+        What ``fault`` is in a bad step. For loops that skip spikes: ``"spike"``, which is 1e6, or any number as text.
     micro_batches : int, default 1
         If more, ``fault`` is a tuple of a factor for each micro-batch, one of which is bad. In a run that is compared
         with it is None: that micro-batch is to be left out, as if it had not been there.
@@ -184,12 +184,12 @@ def check_trainer(
         channel = SideChannel(group, validation.number("timeout", timeout, above=0.0))
         loop = Loop(make, channel, pool, timeout, steps, micro_batches)
         plan = _plan(loop, kinds, bad_steps or (0, steps // 2, (steps // 2 - 2, steps // 2 - 1)))
-        made, total = dict[Run, list[State]](), len({*plan}.union(*plan.values()))
+        references, made = set[Run]().union(*plan.values()), dict[Run, list[State]]()
 
         def states(run: Run) -> list[State]:
             if run not in made:
                 if channel.rank == 0:
-                    progress(len(made), total)
+                    progress(len(made), len(references | plan.keys()))
                 made[run] = loop.states(run)
             return made[run]
 
@@ -200,6 +200,8 @@ def check_trainer(
                 is_hang, rank, step, text = end.args
                 rule = 4 if is_hang else run.rule
                 faults.append(TrainerFault(rule, run.kind, rank, step, "", f"rule {rule}: {text}"))
+            if run in made and run not in references:
+                made[run] = []  # only its number counts
             if faults and (faults[-1].rule == 4 or (faults[-1].kind == run.kind == "clean" and run.rule == 1)):
                 break
     report = TrainerReport(faults, len(made))
@@ -214,6 +216,8 @@ def _plan(loop: Loop, kinds: Sequence[str], bad_steps: Sequence[int | Sequence[i
     plan = {Run("in a second clean run"): {whole: "in the first: give rtol=, or make the loop deterministic"}}
     for each, kind, rank, k in itertools.product(bad_steps, kinds, ranks, range(loop.micro_batches)):
         bad = (each,) if isinstance(each, int) else tuple(each)
+        for index in bad:
+            validation.integer("a bad step", index, 0, loop.steps - 1)
         where = f", micro-batch {k}," * (loop.micro_batches > 1) + f" on rank {rank}" * (len(ranks) > 1)
         text = f"after the {kind.replace('nan', 'NaN')} of step {' and '.join(map(str, bad))}{where}"
         run, text = Run(text, 1, kind, bad, rank, k), "without that step"
