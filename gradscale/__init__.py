@@ -22,9 +22,10 @@ step, or none does. ``unscale_`` is optional, for clipping. What there is beside
     what plugs in     Policy, Optimizer, Collectives, Group; Backend, GroupBackend
                       registry, tree, testing
     what is raised    GradscaleError, and those below it in gradscale.errors
+    a report          show_versions(), for a fault of gradscale's
 
 ``gradscale_torch`` has replacements of torch's scalers, ``gradscale_jax`` a ``value_and_grad`` for compiled steps; on
-the command line there are ``gradscale doctor``, ``check`` and ``simulate``.
+the command line there are ``gradscale doctor``, ``check``, ``simulate`` and ``plot``.
 """
 
 import importlib
@@ -81,9 +82,11 @@ if typing.TYPE_CHECKING:
     from gradscale import testing as testing
     from gradscale.tools.foreign import ForeignState as ForeignState
     from gradscale.tools.foreign import load_foreign_state as load_foreign_state
+    from gradscale.tools.versions import show_versions as show_versions
 
 # Loaded at their first use: training loops can do without them, and they would double the time of the import.
 _LATER = dict.fromkeys(("ForeignState", "load_foreign_state"), "gradscale.tools.foreign")
+_LATER |= {"show_versions": "gradscale.tools.versions"}
 _LATER |= {name: f"gradscale.{name}" for name in ("callbacks", "plot", "presets", "testing")}
 
 if not typing.TYPE_CHECKING:  # a type checker would take each name for one of gradscale's

@@ -1,4 +1,4 @@
-"""``python -m gradscale`` and the command ``gradscale``: check the installation, ranks or a training loop, simulate."""
+"""``python -m gradscale`` and the command ``gradscale``: check the installation, ranks or a loop, simulate, plot."""
 
 from __future__ import annotations
 

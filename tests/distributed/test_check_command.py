@@ -216,6 +216,7 @@ def test_one_process_does_not_pass_and_does_not_pass_where_several_were_started(
     completed = check("--group", "mpi")
     assert completed.returncode == 2, completed.stderr
     assert "gradscale check over mpi, size 1: nothing to compare, start several ranks" in completed.stdout
+    assert completed.stderr.endswith("start several: mpiexec -n 4 python -m gradscale check --group mpi\n")
     completed = check("--group", "mpi", "--json")
     assert (completed.returncode, page_of(completed)["ok"]) == (2, False)
     # As under the mpiexec of another MPI than the one of mpi4py.

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from axes import require
 from commands import python, ran
 
 import gradscale
@@ -44,6 +45,23 @@ def test_a_column_that_stays_empty_is_left_out(capsys: pytest.CaptureFixture[str
     console().print(table(("what", "version", "details"), [("a", "", "one"), ("b", "", "")]))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "─" not in line and line.strip()]
     assert lines == [["what", "details"], ["a", "one"], ["b"]]
+
+
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("file", ["", "run.svg"])
+def test_a_log_is_drawn_beside_itself_or_where_it_is_said(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from typer.testing import CliRunner
+
+    from gradscale.tools.cli.app import app
+
+    require("plot")
+    monkeypatch.chdir(tmp_path)
+    Path("scale.jsonl").write_text('{"iteration": 1, "scale": 65536.0, "skipped": true}\n' * 2)
+    result = CliRunner().invoke(app, ["plot", "scale.jsonl", *file.split()])
+    wanted = file or "scale.png"
+    assert (result.exit_code, result.output) == (0, f"{wanted}\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"scale.jsonl", wanted}
+    assert Path(wanted).read_bytes().startswith(b"\x89PNG" if wanted.endswith("png") else b"<?xml")
 
 
 @pytest.mark.tier("quick")

@@ -109,6 +109,14 @@ def test_completion_offers_public_names_alone_and_classes_and_functions_have_exa
             assert lines_of_example(found) >= 3, one
 
 
+def test_versions_are_shown_without_an_import():
+    code = f"import gradscale, sys; gradscale.show_versions(); print(sorted(sys.modules.keys() & {sorted(FRAMEWORKS)}))"
+    first, *others, loaded = python("-c", code).stdout.splitlines()
+    assert first.startswith(f"gradscale {gradscale.__version__}, Python 3.")
+    assert f"numpy {importlib.metadata.version('numpy')}" in others
+    assert (loaded, others) == ("[]", sorted(others))
+
+
 def test_an_object_without_an_example_is_seen():
     assert lines_of_example(types.SimpleNamespace(__doc__="Do nothing.\n\nNotes\n-----\n>>> x\n")) == 0
 

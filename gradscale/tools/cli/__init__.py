@@ -1,1 +1,1 @@
-"""The command line: ``gradscale doctor``, ``check``, ``check-trainer`` and ``simulate``."""
+"""The command line: ``gradscale doctor``, ``check``, ``check-trainer``, ``simulate`` and ``plot``."""

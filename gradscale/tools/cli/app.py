@@ -1,4 +1,4 @@
-"""The command line: one typer application with the commands doctor, check, check-trainer and simulate."""
+"""The command line: one typer application with the commands doctor, check, check-trainer, simulate and plot."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import typer
 import gradscale
 from gradscale.errors import GradscaleError
 from gradscale.tools.cli.check import check
-from gradscale.tools.cli.check_rank import MPIEXEC, TORCHRUN
+from gradscale.tools.cli.check_rank import LAUNCHERS
 from gradscale.tools.cli.check_trainer import check_trainer
 from gradscale.tools.cli.doctor import doctor
 from gradscale.tools.cli.output import error_line
+from gradscale.tools.cli.plot import plot
 from gradscale.tools.cli.simulate import simulate
 
 app = typer.Typer(
-    help="Dynamic gradient scaling: check the installation, a group of ranks or a training loop, simulate policies.",
+    help="Dynamic gradient scaling: check the installation, ranks or a training loop, simulate policies, plot logs.",
     epilog="Examples: gradscale doctor · mpiexec -n 4 python -m gradscale check --group mpi · gradscale simulate CCOC",
     no_args_is_help=True,
     add_completion=False,
@@ -50,6 +51,7 @@ for _command, _examples in (
     (check, f"{MPIEXEC} · {TORCHRUN}"),
     (check_trainer, "gradscale check-trainer tests.loop:Mine · gradscale check-trainer loop:Mine --rtol 1e-5"),
     (simulate, "gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png"),
+    (plot, "gradscale plot scale.jsonl · gradscale plot scale.jsonl scale.svg"),
 ):
     app.command(epilog=f"Examples: {_examples}")(_command)
 

@@ -24,7 +24,7 @@ import typer
 from rich import print_json
 
 from gradscale.extras import needs
-from gradscale.tools.cli.check_rank import END, MARGIN, MPIEXEC, TORCHRUN, Report
+from gradscale.tools.cli.check_rank import END, LAUNCHERS, MARGIN, Report
 from gradscale.tools.cli.output import AsJSON, console, error_line, table
 
 RANK_PROGRAM = ("-P", "-m", "gradscale.tools.cli.check_rank")
@@ -47,7 +47,7 @@ def _launched() -> Group:
         return Group.torch
     if any(name in os.environ for name in _MPI):
         return Group.mpi
-    msg = f"neither mpiexec nor torchrun has started this process: start it with {MPIEXEC}, or {TORCHRUN}"
+    msg = f"neither mpiexec nor torchrun has started this process: start it with {', or '.join(LAUNCHERS.values())}"
     raise typer.BadParameter(msg)
 
 
@@ -100,6 +100,8 @@ def _watch(process: subprocess.Popen[bytes], connection: Connection, as_json: bo
         show(page, as_json)
         for one in page["problems"]:
             error_line(f"check: rank {one['rank']}: {one['problem']}")
+    if is_alone:
+        error_line(f"check: one process alone has nothing to compare, start several: {LAUNCHERS[page['group']]}")
     if not problem:
         process.wait()
     elif page["size"] > 1:

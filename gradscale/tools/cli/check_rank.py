@@ -36,9 +36,11 @@ from gradscale.tools.cli.probe import mpi_library
 END = "its end"
 """The message after the last stage, with the complete page."""
 
-MPIEXEC = "mpiexec -n 4 python -m gradscale check --group mpi"
-TORCHRUN = "torchrun --nproc-per-node 2 -m gradscale check --group torch"
-"""How a check is started."""
+LAUNCHERS = {
+    "mpi": "mpiexec -n 4 python -m gradscale check --group mpi",
+    "torch": "torchrun --nproc-per-node 2 -m gradscale check --group torch",
+}
+"""How a check of each group is started."""
 
 MARGIN = 2.0
 """Seconds for a report to reach rank 0."""

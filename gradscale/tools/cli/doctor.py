@@ -5,26 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Annotated
 
 import typer
 from rich import print_json
 
-import gradscale
 from gradscale.tools.cli.output import AsJSON, console, table
 from gradscale.tools.cli.probe import Component, Finding, components, find
+from gradscale.tools.versions import system
 
 _LAUNCHER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "MPI_LOCAL", "MLX_")
 _STYLES = {"ok": "green", "broken": "bold red", "timed out": "yellow", "missing": "dim"}
 
 
-def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
-    """Use components at the same time, each in a process of its own, which may crash or hang."""
+def examine(
+    chosen: Sequence[Component], timeout: float, tell: Callable[[str], object] = lambda _: None
+) -> list[Finding]:
+    """Use components at the same time, each in a process of its own, which may crash or hang; tell how far it is."""
     end = time.monotonic() + timeout
     # A process alone: under mpiexec or mlx.launch, it is none of its ranks.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
@@ -35,8 +36,12 @@ def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
             process = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, errors="replace", env=environment)
             started.append(stack.enter_context(process))
             stack.callback(process.kill)
-        # One that had no room for its output goes on when it is waited for.
-        return [_outcome(*pair, max(end - time.monotonic(), 1.0)) for pair in zip(chosen, started, strict=True)]
+        findings = []
+        for number, (component, process) in enumerate(zip(chosen, started, strict=True), 1):
+            tell(f"using {component.name}, {number} of {len(chosen)}")
+            # One that had no room for its output goes on when it is waited for.
+            findings.append(_outcome(component, process, max(end - time.monotonic(), 1.0)))
+        return findings
 
 
 def _outcome(component: Component, process: Popen[str], timeout: float) -> Finding:
@@ -74,17 +79,16 @@ def doctor(
     """
     required, wanted = find(_separated(require)), find(_separated(",".join(names or ())))
     chosen = list(dict.fromkeys([*wanted, *required])) or components()
-    with console(stderr=True).status(f"using {len(chosen)} libraries, each in a process of its own"):
-        findings = examine(chosen, timeout)
+    with console(stderr=True).status("") as status:
+        findings = examine(chosen, timeout, status.update)
     needed = {component.name for component in required}
     judged = [finding for finding in findings if (finding.name in needed if needed else finding.status != "missing")]
     bad = [finding for finding in judged if finding.status != "ok"]
-    system = f"gradscale {gradscale.__version__}, Python {platform.python_version()}, {platform.platform()}"
     if as_json:
         entries = [finding._asdict() for finding in findings]
-        print_json(data={"ok": not bad, "system": system, "components": entries})
+        print_json(data={"ok": not bad, "system": system(), "components": entries})
     else:
-        _print(findings, system)
+        _print(findings)
     raise typer.Exit(int(bool(bad)))
 
 
@@ -93,7 +97,7 @@ def _separated(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _print(findings: Sequence[Finding], system: str) -> None:
+def _print(findings: Sequence[Finding]) -> None:
     rows = []
     for finding in findings:
         details = dict(finding.details)
@@ -102,6 +106,6 @@ def _print(findings: Sequence[Finding], system: str) -> None:
         version = ", ".join(dict.fromkeys(versions.values())) if isinstance(versions, dict) else ""
         text = finding.reason or "; ".join(parts)
         rows.append((finding.name, finding.status, version, text))
-    console().print(system, style="bold")
+    console().print(system(), style="bold")
     styles = [_STYLES[finding.status] for finding in findings]
     console().print(table(("what", "state", "version", "details"), rows, styles))
