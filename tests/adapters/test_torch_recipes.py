@@ -8,6 +8,8 @@ import importlib.util
 import itertools
 import math
 import os
+import sys
+import types
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -542,6 +544,26 @@ def test_all_stages_of_a_pipeline_skip_when_one_part_of_one_overflows():
         mine = [torch.tensor(weight) for index in range(PARTS) for weight in trained[index]]
         # The mean is of micro-batches, and the norm's sum in another order.
         torch.testing.assert_close(mine, [one.detach() for one in model.parameters()], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize(("library", "call"), [("wandb", "log"), ("mlflow", "log_metrics")])
+def test_each_update_is_logged_with_its_scale_and_whether_it_skipped(
+    library: str, call: str, monkeypatch: pytest.MonkeyPatch
+):
+    logged = mock.Mock()
+    monkeypatch.setitem(sys.modules, library, types.SimpleNamespace(**{call: logged}))
+    scaler = run_on(TORCH_PAGE, library)["scaler"]
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for factor in (1.0, math.inf):
+        scaler.scale(weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    rows = [{"scale": 65536.0, "skipped": False}, {"scale": 32768.0, "skipped": True}]
+    options = [{"commit": False}] * 2 if library == "wandb" else [{"step": 1}, {"step": 2}]
+    assert logged.mock_calls == [mock.call(row, **option) for row, option in zip(rows, options, strict=True)]
 
 
 # The pages that lead here from other systems.
