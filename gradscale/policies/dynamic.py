@@ -113,20 +113,18 @@ class DynamicScale:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        most = validation.LARGEST_INT32
+        largest, most = validation.LARGEST_FLOAT32, validation.LARGEST_INT32
+        growth_after = validation.choice("growth_after", self.growth_after, get_args(GrowthAfter))
+        # The tracker counts one step more where growth comes one step later.
+        longest = most - (growth_after != "interval")
         checked: dict[str, object] = {
-            "growth_after": validation.choice("growth_after", self.growth_after, get_args(GrowthAfter)),
+            "growth_after": growth_after,
             "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, most),
             "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, get_args(Refill)),
-            # The tracker counts one step more where growth comes one step later.
-            "growth_interval": validation.integer(
-                "growth_interval", self.growth_interval, 1, most - (self.growth_after != "interval")
-            ),
+            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, longest),
             "init_scale": validation.scale("init_scale", self.init_scale),
             # A larger factor would overflow in the product that is discarded where the scale does not grow.
-            "growth_factor": validation.number(
-                "growth_factor", self.growth_factor, above=1.0, at_most=validation.LARGEST_FLOAT32
-            ),
+            "growth_factor": validation.number("growth_factor", self.growth_factor, above=1.0, at_most=largest),
             "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
             "min_scale": validation.scale("min_scale", self.min_scale),
             "at_min": validation.choice("at_min", self.at_min, get_args(AtMin)),
@@ -337,9 +335,8 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
 def namespace_and_device(like: Array) -> tuple[Namespace, object]:
     """Return the namespace and the ``device=`` for a state beside an array; InvalidTypeError for anything else."""
     if not is_array_api_obj(like):
-        msg = (
-            f"like must be an array, beside which the state is made, got {short_repr(like)}: such as init(params['w'])"
-        )
+        got = short_repr(like)
+        msg = f"like must be an array, beside which the state is made, got {got}: such as init(params['w'])"
         raise InvalidTypeError(msg)
     return array_namespace(like), registry.backend_for(like).placement(like)
 

@@ -278,9 +278,8 @@ def keras(**settings: Unpack[_Settings]) -> DynamicScale:
     return DynamicScale(**settings)
 
 
-_PRESETS: dict[str, Callable[..., DynamicScale]] = {
-    name: globals()[name] for name in __all__ if name not in ("named", "names")
-}
+_PRESETS: dict[str, Callable[..., DynamicScale]]
+_PRESETS = {name: globals()[name] for name in __all__ if name not in ("named", "names")}
 
 
 if not TYPE_CHECKING:  # a type checker would take each name for a preset
@@ -330,9 +329,7 @@ def named(name: str, /, **settings: object) -> DynamicScale:
         raise InvalidValueError(_unknown(name))
     parameters = inspect.signature(_PRESETS[name]).parameters
     if unknown := [setting for setting in settings if setting not in parameters]:
-        msg = (
-            f"preset {name!r} has no setting {', '.join(unknown)}, got {short_repr(settings)}; it has "
-            f"{', '.join(parameters)}"
-        )
+        got = f"no setting {', '.join(unknown)}, got {short_repr(settings)}"
+        msg = f"preset {name!r} has {got}; it has {', '.join(parameters)}"
         raise InvalidValueError(msg)
     return _PRESETS[name](**settings)

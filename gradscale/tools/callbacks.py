@@ -139,9 +139,8 @@ class LogUpdates:
             self._logger.log(self._skip_level, f"{text}: {who} {why}{_data(step)}")
         elif step.skipped:
             count = f"{step.nonfinite} non-finite gradient{'s' * (step.nonfinite != 1)} (inf or NaN)"
-            self._logger.log(
-                self._skip_level, f"{text}{at_scale(step.scale)}, {count}{_data(step)}{_worst(step.overflow)}"
-            )
+            text += f"{at_scale(step.scale)}, {count}{_data(step)}{_worst(step.overflow)}"
+            self._logger.log(self._skip_level, text)
 
 
 def _summary(skipped: int, updates: int, report: UpdateReport) -> str:
@@ -396,10 +395,8 @@ def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
 
 def was_skipped(row: LogRow) -> bool | None:
     """Return whether the step of a row of a log was skipped; None if it does not say so."""
-    skipped = row.get("skipped", row.get("overflow"))
-    return (
-        None if skipped is None else validation.boolean(f"'skipped' or 'overflow' in line {row.get('line')}", skipped)
-    )
+    skipped, name = row.get("skipped", row.get("overflow")), f"'skipped' or 'overflow' in line {row.get('line')}"
+    return None if skipped is None else validation.boolean(name, skipped)
 
 
 class BadBatches:

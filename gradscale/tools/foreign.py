@@ -12,15 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
-from gradscale.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    StateDictError,
-    key_names,
-    nearest,
-    reading,
-    short_repr,
-)
+from gradscale.errors import GradscaleError, InvalidValueError, StateDictError, key_names, nearest, reading, short_repr
 from gradscale.policies import presets
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
@@ -245,15 +237,12 @@ def _translate(fields: _Fields, layout: _Layout, extra: dict[str, object]) -> Fo
     for name, value in extra.items():
         if name not in missing:
             left_out = ", ".join(missing) or "no setting"
-            msg = (
-                f"this {layout.system} state leaves out {left_out}, got "
-                f"{name}={short_repr(value)}{nearest(name, missing)}"
-            )
-            raise InvalidValueError(msg)
+            msg = f"this {layout.system} state leaves out {left_out}, got {name}={short_repr(value)}"
+            raise InvalidValueError(msg + nearest(name, missing))
     try:
         saved = {name: _MEANINGS[name][0](key, _element(fields[key])) for name, key in keys.items()}
         return _read(layout, keys, saved, missing, extra)
-    except (InvalidTypeError, InvalidValueError) as error:
+    except GradscaleError as error:
         msg = f"the {layout.system} state cannot be read: {error}"
         raise StateDictError(msg) from error
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradscale.core import validation
-from gradscale.core.validation import LARGEST_FLOAT16
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError, short_repr
 from gradscale.extras import needs
 from gradscale.scaler.reports import StepReport, UpdateReport
@@ -33,7 +32,7 @@ _MARKS = {"spike": "^", "refused": "s"}
 _LABELS = {"x": "step skipped", "^": "spike skipped", "s": "step refused"}
 # Where a line is drawn across fp16's range, its text, and whether that stands above or below.
 _LIMITS = (
-    (LARGEST_FLOAT16, "65504, fp16's largest", "bottom"),
+    (validation.LARGEST_FLOAT16, "65504, fp16's largest", "bottom"),
     (2.0**-14, "2⁻¹⁴, below it fp16 loses bits", "bottom"),
     (2.0**-24, "2⁻²⁴, fp16's smallest", "top"),
 )

@@ -16,7 +16,6 @@ from typing import NoReturn, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.protocols import Numbers, Policy, ScaleState
-from gradscale.core.validation import LARGEST_FLOAT16
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 from gradscale.extras import needs
 from gradscale.policies.dynamic import next_numbers
@@ -188,7 +187,7 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
     raised_at = None
     for magnitude in gradients.largest:
         # Not the opposite comparison: a NaN is an overflow.
-        overflow = not magnitude * numbers.scale <= LARGEST_FLOAT16
+        overflow = not magnitude * numbers.scale <= validation.LARGEST_FLOAT16
         scales.append(numbers.scale)
         skipped.append(overflow)
         if overflow and is_raising:

@@ -34,15 +34,11 @@ def _print_version(is_set: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = typer.Option("--version", metavar="", help="Print the version and exit.", callback=_print_version)
+
+
 @app.callback()
-def _main(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", metavar="", help="Print the version and exit.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
+def _main(version: Annotated[bool, _VERSION] = False) -> None:
     """Take the options that come before a command."""
 
 

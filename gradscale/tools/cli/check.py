@@ -57,7 +57,7 @@ def check(
         typer.Option(help="What to agree over. Default: what the ranks were started with.", show_default=False),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long to wait for a rank.")
+        float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long a rank may take.")
     ] = 60.0,
     as_json: AsJSON = False,
 ) -> None:

@@ -46,7 +46,6 @@ MARGIN = 2.0
 """Seconds for a report to reach rank 0."""
 
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_ALONE = "{} processes were started, and each is alone in its group: take the mpiexec of the MPI that doctor names"
 _SCALE = 1024.0
 
 Report: TypeAlias = dict[str, Any]
@@ -182,23 +181,20 @@ class Rank:
             ("report in", self.report_in),
             ("make the group", self.join),
             *((f"{value} on rank {rank}", partial(self.overflow, rank, value)) for value, rank in values),
-            ("clean step", lambda: self._step(self._scaler(_SCALE), _SCALE, wanted="stepped")),
+            ("clean step", lambda: self.iterate(self._scaler(_SCALE), _SCALE, wanted="stepped")),
             *((f"other scale on rank {rank}", partial(self._drift, rank)) for rank in everyone if last),
             # An inf that the other ranks cannot know of before.
             ("late inf", partial(self.overflow, last, math.inf, delay=0.3)),
             ("latency", self._latency),
         ]
 
-    def warm_up(self) -> None:
-        """Take a step alone, so that nobody waits for what is compiled or loaded at the first call."""
-        self._step(gradscale.GradScaler(init_scale=_SCALE), _SCALE, wanted="stepped")
-
     def report_in(self) -> Report:
         """Say who this rank is."""
         launched = next((int(os.environ[name]) for name in _SIZES if name in os.environ), 1)
         if launched > self.world.size == 1:
             # A check of this rank alone would pass for one of all ranks.
-            return {"error": _ALONE.format(launched)}
+            alone = f"{launched} processes were started, and each is alone in its group"
+            return {"error": f"{alone}: take the mpiexec of the MPI that doctor names"}
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -216,12 +212,12 @@ class Rank:
         scaler = self._scaler(_SCALE)
         is_bad = self.world.rank == bad
         time.sleep(delay if is_bad else 0.0)
-        return self._step(scaler, value if is_bad else _SCALE, wanted="skipped")
+        return self.iterate(scaler, value if is_bad else _SCALE, wanted="skipped")
 
     def _drift(self, drifted: int) -> Report:
         """Step under another scale on one rank, which every rank has to notice."""
         try:
-            self._step(self._scaler(2 * _SCALE if self.world.rank == drifted else _SCALE), _SCALE, wanted="stepped")
+            self.iterate(self._scaler(2 * _SCALE if self.world.rank == drifted else _SCALE), _SCALE, wanted="stepped")
         except gradscale.ScaleDesyncError:
             return {}
         return {"error": f"did not notice that rank {drifted} holds another scale"}
@@ -232,7 +228,7 @@ class Rank:
         scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
         return scaler
 
-    def _step(self, scaler: gradscale.GradScaler, value: float, *, wanted: str) -> Report:
+    def iterate(self, scaler: gradscale.GradScaler, value: float, *, wanted: str) -> Report:
         """Make one iteration with a value among the gradients."""
         optimizer, xp = _Optimizer(), self._xp
         optimizer.grads = [xp.full((8,), _SCALE, dtype=xp.float32), xp.asarray([_SCALE, value], dtype=xp.float32)]
@@ -269,7 +265,8 @@ def main(group: str, timeout: float, descriptor: int) -> None:
     try:
         world = _MPIWorld() if group == "mpi" else _TorchWorld(timeout)
         rank = Rank(world, registry.get("numpy" if group == "mpi" else group).example(), timeout)
-        rank.warm_up()
+        # A step alone, so that nobody waits for what is compiled or loaded at the first call.
+        rank.iterate(gradscale.GradScaler(init_scale=_SCALE), _SCALE, wanted="stepped")
         parent.send(("waiting for all ranks to start: one is missing", timeout + MARGIN, 0, page))
         world.enter()
     except Exception as error:

@@ -63,12 +63,8 @@ def doctor(
         list[str] | None,
         typer.Argument(help="What to look at, such as numpy mpi or numpy,mpi. Default: all, or what is required."),
     ] = None,
-    require: Annotated[
-        str, typer.Option(metavar="NAMES", help="Exit with 0 only if these work, such as numpy,mpi.")
-    ] = "",
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long all may take together.")
-    ] = 300.0,
+    require: Annotated[str, typer.Option(metavar="NAMES", help="Exit with 0 only if these work: numpy,mpi.")] = "",
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, max=1e6, help="How long all may take.")] = 300.0,
     as_json: AsJSON = False,
 ) -> None:
     """Say which adapters are installed, usable, or broken and why.
@@ -107,5 +103,5 @@ def _print(findings: Sequence[Finding]) -> None:
         text = finding.reason or "; ".join(parts)
         rows.append((finding.name, finding.status, version, text))
     console().print(system(), style="bold")
-    styles = [_STYLES[finding.status] for finding in findings]
-    console().print(table(("what", "state", "version", "details"), rows, styles))
+    columns = ("what", "state", "version", "details")
+    console().print(table(columns, rows, [_STYLES[finding.status] for finding in findings]))

@@ -12,11 +12,11 @@ from gradscale.tools import plot as plots
 
 def plot(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="A log of callbacks.JSONLines.")],
-    output: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="What to write; .png, .svg or .pdf. Default: LOG as .png.")
+    to: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help=".png, .svg or .pdf. Default: LOG as .png.")
     ] = None,
 ) -> None:
     """Draw the scale of a run and its skipped steps, from its log."""
-    path = output or log.with_suffix(".png")
+    path = to or log.with_suffix(".png")
     plots.history(log, path)
     print(path)

@@ -173,11 +173,8 @@ def _nccl4py() -> Details:
 
     registry.get("nccl")
     core.Communicator.init(1, 0, core.get_unique_id()).destroy()
-    return {
-        "did": "a communicator of one process",
-        "nccl": str(core.get_version().libnccl.version),
-        "versions": {"nccl4py": core.__version__},
-    }
+    details: Details = {"did": "a communicator of one process", "nccl": str(core.get_version().libnccl.version)}
+    return details | {"versions": {"nccl4py": core.__version__}}
 
 
 def _mlx() -> Details:

@@ -36,15 +36,10 @@ def simulate(
     preset: Annotated[
         list[str] | None,
         typer.Option(
-            "--preset",
-            "-p",
-            metavar="NAME[:SETTING=VALUE,...]",
-            help="What to run; more than once for several. Default: torch.",
+            "--preset", "-p", metavar="NAME[:SETTING=VALUE,...]", help="What to run; may be repeated. Default: torch."
         ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the scales; .png, .svg or .pdf.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the scales; .png, .svg or .pdf.")] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Run presets over one trace, and show their skipped steps and scales side by side."""
