@@ -93,7 +93,7 @@ class ScaledOptimizerState(_Stored):
 
 
 class ScaledTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types.
-    """What :func:`scaled` and :func:`guarded` return: an optax transformation with a :class:`ScaledOptimizerState`.
+    """What ``scaled`` and ``guarded`` return: an optax transformation with a :class:`ScaledOptimizerState`.
 
     Examples
     --------

@@ -140,6 +140,26 @@ assert_type(scaler.unscale_(SGD()), None)
 scaler.unscale_(SGD(), norm_over="group")  # type: ignore[call-overload]
 """
 
+JAXS = """
+from typing import Any, assert_type
+import gradscale
+import gradscale_jax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from gradscale_jax import ScaledOptimizerState
+
+params = {"w": jnp.ones(2)}
+for tx in (gradscale_jax.guarded(optax.sgd(0.1), give_up_after=9), gradscale_jax.scaled(optax.sgd(0.1))):
+    assert_type(tx.init(params), ScaledOptimizerState)
+    assert_type(tx.update(params, tx.init(params))[1].skipped, jax.Array)
+state = gradscale.presets.keras().init(like=jnp.ones(()))
+assert_type(gradscale.unscale(params, state, dtype=np.float32), tuple[dict[str, jax.Array], Any])
+assert_type(gradscale.unscale([jnp.ones(2)], state, out=params), tuple[dict[str, jax.Array], Any])
+gradscale_jax.guarded(optax.sgd(0.1), policy=gradscale.DynamicScale())  # type: ignore[call-arg]
+"""
+
 PROGRAMS = {
     "results_torch": TYPED,
     "results_arrays": NUMPYS,
@@ -157,4 +177,16 @@ def test_type_checkers_accept_a_program_of_torchs_class_and_what_methods_return(
         (tmp_path / f"{name}.py").write_text(program)
     files = [f"{name}.py" for name in PROGRAMS]
     completed = run(tmp_path, sys.executable, "-m", "mypy", "--strict", "--config-file=", *files)
+    assert completed.returncode == 0, completed.stdout
+
+
+@pytest.mark.jax
+@pytest.mark.tier("all")
+def test_type_checkers_know_what_functions_of_jax_return(tmp_path: Path):
+    for library in ("mypy", "optax"):
+        require(library)
+    (tmp_path / "results_jax.py").write_text(JAXS)
+    # optax says no types.
+    options = ["--strict", "--config-file=", "--ignore-missing-imports"]
+    completed = run(tmp_path, sys.executable, "-m", "mypy", *options, "results_jax.py")
     assert completed.returncode == 0, completed.stdout
