@@ -44,7 +44,7 @@ def _main(version: Annotated[bool, _VERSION] = False) -> None:
 
 for _command, _examples in (
     (doctor, "gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi"),
-    (check, f"{MPIEXEC} · {TORCHRUN}"),
+    (check, " · ".join(LAUNCHERS.values())),
     (check_trainer, "gradscale check-trainer tests.loop:Mine · gradscale check-trainer loop:Mine --rtol 1e-5"),
     (simulate, "gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png"),
     (plot, "gradscale plot scale.jsonl · gradscale plot scale.jsonl scale.svg"),
