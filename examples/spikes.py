@@ -6,8 +6,8 @@
 
 Every 200 steps (--every) the last rank makes a mistake: it sums the loss of its characters, where the others take the
 mean. Four runs from the same weights on the same batches: without the mistake; with it; with it and gradients clipped
-to a norm of 1; and with it and gradscale.SkipSpikes. bfloat16 needs no scaling, so the scale is always 1. The text
-comes with Python. Runs on CPUs through gloo, or, where each rank has a GPU, through NCCL.
+to a norm of 1; and with it and gradscale.SkipSpikes. The text comes with Python. Runs on CPUs through gloo, or, where
+each rank has a GPU, through NCCL.
 
 Needs, from a clone of gradscale: python -m pip install '.[torch]' --group examples.
 """
@@ -25,7 +25,7 @@ with program_needs("examples/spikes.py", "torch", "matplotlib"):
     from torch.nn.parallel import DistributedDataParallel
 
     import gradscale
-    from gradscale_torch import ShardedGradScaler
+    from gradscale_torch import StepGuard
     from shared.spike_runs import WINDOWS, parse_options, report_runs
     from shared.text import CONTEXT, Transformer, draw_windows, load_text, validation_loss
     from shared.torch_ranks import Ranks
@@ -43,8 +43,7 @@ def train(run: Run, options: argparse.Namespace, text: tuple[Tensor, Tensor, str
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     # Each rank judges its own loss, and all skip together: over a group, although every rank holds all gradients.
     skip = gradscale.SkipSpikes() if run.method == "skip" else None
-    policy = gradscale.StaticScale(1.0)
-    scaler = ShardedGradScaler(ranks.device.type, policy=policy, skip=skip, history_size=options.steps)
+    guard = StepGuard(max_norm=MAX_NORM if run.method == "clip" else None, skip=skip, history_size=options.steps)
     autocast = torch.autocast(ranks.device.type, torch.bfloat16)
     batches = torch.Generator().manual_seed(options.seed)
     for step in run.steps(options, ranks):
@@ -52,19 +51,16 @@ def train(run: Run, options: argparse.Namespace, text: tuple[Tensor, Tensor, str
         with autocast:
             loss = model(windows)
         is_bad = run.method != "clean" and (step, ranks.rank) in options.inject
-        scaler.scale(loss * len(windows) * CONTEXT if is_bad else loss).backward()
-        if run.method == "clip":
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        loss_of_step = loss * len(windows) * CONTEXT if is_bad else loss
+        loss_of_step.backward()
         # Steps, or, when the loss of any rank is a spike, skips on all of them.
-        scaler.step(optimizer)
-        scaler.update()
+        guard.step(optimizer, loss=loss_of_step)
         optimizer.zero_grad()
-        run.record(step, scaler.last_step(optimizer), scaler.get_scale(), loss=loss.item())
-    run.history = scaler.history
+        run.record(step, guard.last_step(optimizer), guard.get_scale(), loss=loss.item())
+    run.history = guard.history
     with autocast:
         run.values["validation loss"] = [validation_loss(model, validation, batches, ranks)]
-    run.is_verified = run.agrees(digest(model, optimizer, scaler))
+    run.is_verified = run.agrees(digest(model, optimizer, guard))
 
 
 def main(ranks: Ranks) -> int:
