@@ -32,7 +32,7 @@ def main() -> None:
             train_digits.train(run, OPTIONS, data, ranks)
         if ranks.rank == 0:
             title = "test accuracy of a small network, by training step"
-            axes = Axes(title, OPTIONS.steps, range(0, OPTIONS.steps + 1, 200), (0.0, 0.5, 1.0), ".0%", 0.08)
+            axes = Axes(title, range(0, OPTIONS.steps + 1, 200), (0.0, 0.5, 1.0), ".0%", (0.0, 0.08))
             lines = [Line(run.name, kind, run.accuracies) for run, kind in zip(runs, COLOURS, strict=True)]
             write("train_digits.svg", axes, lines)
 

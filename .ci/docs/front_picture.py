@@ -20,10 +20,10 @@ from shared.torch_runs import Run, smooth
 
 OPTIONS = Namespace(steps=400, seed=0, inject=[(200, 0)], every=200)
 METHODS = {
-    "clean": ("without the bad batch", "best"),
+    "clean": ("without that batch", "best"),
     "bad": ("stepped with it", "bad"),
-    "clip": ("with its gradients clipped", "half"),
-    "skip": ("skipped by gradscale", "gradscale"),
+    "clip": ("clipped", "half"),
+    "skip": ("skipped", "gradscale"),
 }
 
 
@@ -37,7 +37,8 @@ def main(ranks: Ranks) -> int:
         lines.append(Line(name, kind, [*enumerate(smooth(run.values["loss"]), 1)][100:]))
         print(name, run.values["validation loss"])
     title = "training loss of a small language model, by step"
-    write("spikes.svg", Axes(title, OPTIONS.steps, (100, 200, 300, 400), (2.0, 2.5, 3.0, 3.5), ".1f", 0.0, 0.4), lines)
+    axes = Axes(title, (100, 200, 300, 400), (2.4, 2.8, 3.2), ".1f", (0.56, 0.06), event=(200, "bad batch"))
+    write("spikes.svg", axes, lines)
     return 0
 
 

@@ -38,20 +38,21 @@ class Line(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The axes: the last step, the marks of the other axis from the lowest, and how they are written."""
+    """The axes: marks of both, from the lowest, and how those of the values are written."""
 
     title: str
-    steps: int
-    step_marks: Sequence[int]
+    steps: Sequence[int]
     marks: Sequence[float]
     form: str
-    legend_top: float
-    """Where the legend begins, as a share of the height."""
-    legend_left: float = 0.0
+    legend: tuple[float, float]
+    """Where the legend begins, as shares of the width and the height."""
+    event: tuple[int, str] | None = None
+    """A step that is marked, and its name."""
 
     def across(self, step: float) -> float:
         """Return where a step is."""
-        return round(LEFT + (WIDTH - LEFT - RIGHT) * step / self.steps, 1)
+        first, last = self.steps[0], self.steps[-1]
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / (last - first), 1)
 
     def up(self, value: float) -> float:
         """Return where a value is, at most a little above the highest mark."""
@@ -66,14 +67,18 @@ def elements(axes: Axes, lines: Sequence[Line]) -> Iterator[str]:
     for value in axes.marks:
         yield f'<path class="grid" d="M{LEFT} {axes.up(value)}H{WIDTH - RIGHT}"/>'
         yield f'<text x="{LEFT - 8}" y="{axes.up(value) + 5}" text-anchor="end">{value:{axes.form}}</text>'
-    for step in axes.step_marks:
-        anchor = "end" if step == axes.steps else "middle"
+    for step in axes.steps:
+        anchor = "end" if step == axes.steps[-1] else "middle"
         yield f'<text x="{axes.across(step)}" y="{HEIGHT - BOTTOM + 20}" text-anchor="{anchor}">{step}</text>'
-    left = LEFT + 12 + axes.legend_left * (WIDTH - LEFT - RIGHT)
+    if axes.event is not None:
+        step, name = axes.event
+        yield f'<path class="grid" d="M{axes.across(step)} {TOP}V{HEIGHT - BOTTOM}"/>'
+        yield f'<text x="{axes.across(step) - 6}" y="{TOP + SIZE + 6}" text-anchor="end">{name}</text>'
+    left = round(LEFT + 12 + axes.legend[0] * (WIDTH - LEFT - RIGHT), 1)
     for number, line in enumerate(lines):
         points = "L".join(f"{axes.across(step)} {axes.up(value)}" for step, value in line.points)
         yield f'<path class="{line.kind}" d="M{points}"/>'
-        height = round(TOP + axes.legend_top * (HEIGHT - TOP - BOTTOM) + number * (SIZE + 8), 1)
+        height = round(TOP + axes.legend[1] * (HEIGHT - TOP - BOTTOM) + number * (SIZE + 8), 1)
         yield f'<path class="{line.kind}" d="M{left} {height}h36"/>'
         yield f'<text x="{left + 44}" y="{height + 5}">{line.name}</text>'
 
