@@ -79,7 +79,8 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
         command = mpi_command(2, program)
     elif name in ("trainers-ddp", "trainers-fsdp2"):
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    completed = ran(*command, folder=tmp_path, **mpi_environment())
+    # Some of these make hundreds of a host's loops.
+    completed = ran(*command, folder=tmp_path, seconds=280, **mpi_environment())
     assert completed.returncode == 0, completed.stderr
     if name.startswith("trainers-"):
         assert re.search(r"^check_trainer: (15|19|2\d) runs$", completed.stderr, re.MULTILINE), completed.stderr
