@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from commands import python
 from trainers import Loop
 
 from gradscale import InvalidTypeError, InvalidValueError
@@ -481,6 +482,29 @@ def test_random_numbers_are_those_of_the_step():
             return super().batch(index, number) + np.float32(np.random.rand() + random.random())  # noqa: NPY002
 
     assert check(Noisy, raises=True).faults == []
+
+
+def test_one_process_imports_no_framework():
+    code = """
+import sys
+from gradscale.testing import check_trainer
+
+class Trainer:
+    weight = 1.0
+    def step(self, index, fault):
+        new = self.weight - 0.1 * fault * self.weight
+        self.weight = new if new - new == 0.0 else self.weight
+    def state(self):
+        return {"weight": self.weight}
+    save = state
+    def load(self, saved):
+        self.weight = saved["weight"]
+
+print(check_trainer(Trainer))
+print(sys.modules.keys() & {"numpy", "torch", "jax", "mlx", "cupy", "mpi4py"})
+"""
+    completed = python("-c", code)
+    assert completed.stdout.splitlines() == ["check_trainer: 19 runs, faults: 0", "set()"], completed.stderr
 
 
 def test_the_number_of_runs_is_said_before_the_first(capsys: pytest.CaptureFixture[str]):
