@@ -89,7 +89,7 @@ class OverTorch:
         self.torch, self.rank, self.is_guard = torch, group.rank(), scaler == "guard"
         # torch's scaler does not put the statistics back.
         norm = torch.nn.Identity() if scaler == "torch" else torch.nn.BatchNorm1d(4)
-        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 1))
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), norm, torch.nn.Linear(4, 1))
         if method == "DDP":
             self.called = torch.nn.parallel.DistributedDataParallel(self.model)
         else:
@@ -124,10 +124,10 @@ class OverTorch:
             part.load_state_dict(saved[name])
 
 
-def report_of(group, make, arguments: tuple[Any, ...], timeout: float, kinds: tuple[str, ...]):
+def report_of(group, make, arguments: tuple[Any, ...], timeout: float, kinds: tuple[str, ...], rtol: float = 0.0):
     """Return the faults of a loop on one rank, and how many runs there were."""
     made = functools.partial(make, group, *arguments)
-    options = {"raises": False, "progress": lambda *_: None}
+    options = {"raises": False, "rtol": rtol, "progress": lambda *_: None}
     report = check_trainer(made, group=group, timeout=timeout, kinds=kinds, **options)
     return [tuple(fault) for fault in report.faults], report.runs
 
@@ -167,6 +167,8 @@ def test_ddp_and_fsdp2_have_no_fault(gloo: GlooWorld):
 
 def no_fault_over_torch(group, case: tuple[str, str]):
     """Check a loop of torch on one rank."""
-    faults, runs = report_of(group, OverTorch, case, 60.0, ("nan",))
-    assert faults == []
+    # After its first backward pass DDP lays its buckets anew: gloo sums over three ranks in another order then.
+    rtol = 1e-4 if case[0] == "DDP" and group.size() > 2 else 0.0
+    faults, runs = report_of(group, OverTorch, case, 60.0, ("nan",), rtol)
+    assert faults == [], faults
     assert runs == 5 + 3 * group.size() + 2 + 8
