@@ -10,22 +10,30 @@ from gradscale import presets
 
 pytestmark = pytest.mark.tier("all")
 
-SYSTEMS = ("torch_amp", "apex", "deepspeed", "megatron", "flax", "jmp", "keras")
+PAGES = ("torch_amp", "deepspeed", "megatron")
+TABLES = ("apex", "flax", "jmp", "keras")  # of one page
 OVERFLOWS = (1, 3, 8)  # of 8 batches
 
 
 def ran(system: str, block: str, **given):
     """Run a page's block with these names, and return all names that there are then."""
-    return run_on(INTEROP / f"{system}.md", block, **given)
+    return run_on(INTEROP / "other.md", block if block == "state_jax" else f"{system}_{block}", **given)
 
 
 @pytest.mark.tier("quick")
 def test_each_page_has_the_lines_before_and_after_and_what_loads_a_state():
-    assert {path.stem for path in INTEROP.glob("*.md")} == set(SYSTEMS)
-    for system in SYSTEMS:
+    assert {path.stem for path in INTEROP.glob("*.md")} == {*PAGES, "other"}
+    tables = blocks_on(INTEROP / "other.md")
+    states = {name: tables.pop(name) for name in ("state_torch", "state_jax")}
+    assert all("load_foreign_state(" in block for block in states.values())
+    assert {name.partition("_")[0] for name in tables} == set(TABLES)
+    for system in (*PAGES, *TABLES):
         after = {"after_torch", "after_jax"} if system == "keras" else {"after"}
-        blocks = blocks_on(INTEROP / f"{system}.md")
-        assert set(blocks) == {"before", "state"} | after | ({"train_state"} if system == "flax" else set())
+        prefix = f"{system}_"
+        blocks = {name.removeprefix(prefix): block for name, block in tables.items() if name.startswith(prefix)}
+        blocks = blocks or blocks_on(INTEROP / f"{system}.md")
+        others = {"flax": {"train_state"}, "apex": set(), "jmp": set()}.get(system, {"state"})
+        assert set(blocks) == {"before"} | after | others
         # Not all of those systems can be had here.
         compile(blocks["before"], system, "exec")
         name = system.removesuffix("_amp")
@@ -66,7 +74,7 @@ def test_from_a_scaler_of_jax_every_bit_stays(system: str, kept: str, scale: flo
     # A batch more, which does not overflow, so that there is a step to count.
     more = {"loader": [jax_names()["loader"][1]]}
     before, after = (ran(system, block, **jax_names() | more) for block in ("before", "after"))
-    loaded = ran(system, "state", saved=vars(before[kept]))
+    loaded = ran(system, "state_jax", saved=vars(before[kept]))
     assert [number.item() for number in loaded["state"]] == [number.item() for number in after["state"]]
     assert loaded["state"].growth_tracker == 1
     assert loaded["policy"].growth_interval == 500

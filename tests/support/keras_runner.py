@@ -72,7 +72,7 @@ def recipe(folder: Path):
         names |= {"model": made_model()}
         with contextlib.redirect_stdout(io.StringIO()):
             for block in blocks:
-                names = run_on(INTEROP / "keras.md", block, **names)
+                names = run_on(INTEROP / "other.md", f"keras_{block}", **names)
         assert told(names["model"]) == found
     saved = names["foreign"].state_dict
     assert [saved["scale"], saved["_growth_tracker"]] == scale_in(names["optimizer"]) == scale
