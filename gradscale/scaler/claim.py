@@ -14,9 +14,10 @@ The ``stage`` says that a message is gradscale's, and what it is for. Values of 
 words of ranks that differ, travel in rounds of such messages, in the place of the state. Only the :func:`greeting` is
 shorter. It goes before all others over a group, since another version may make them of another form.
 
-No other file knows the layout. One more thing to agree on, if it is an option of the scaler, is one more of those that
-``collaborators_of`` of scaler.py gives to the agreement. If it may change from message to message, it is a field of the
-claim, before ``kind``: ``next_claim`` fills it, and claims that other files make leave it at its default.
+No other file knows the layout. One more thing to agree on, if it is an option of the scaler, is one more in
+options.py, and of those that ``collaborators_of`` of scaler.py checks and gives to the agreement: the first step says
+if ranks differ. If it may change from message to message, it is a field of the claim, before ``kind``: ``next_claim``
+fills it, and claims that other files make leave it at its default.
 """
 
 from __future__ import annotations
@@ -131,9 +132,10 @@ class Reason(enum.IntEnum):
     Of the others the gravest is the last, which MAX over the ranks keeps. A spike is 1, so that a flag, 0 or 1, is its
     number, and windows learn from no step with a greater one.
 
-    One more reason that the program gives is one more before OVERFLOW, with its call in ``_CALLS`` and its words in
-    those of reports.py; a method of the scaler calls ``Iteration.refuse`` with it, and torch's scaler makes that method
-    ``untraced``.
+    One more reason that the program gives is one more before OVERFLOW, with its call in ``_CALLS``, and its words and
+    its name in those of reports.py; a method of the scaler calls ``Iteration.refuse`` with it, and torch's scaler
+    makes that method ``untraced``. ``counts()``, state dicts and logs have its name then, too, and so have pages and
+    tests of these.
     """
 
     STEPPED = 0
@@ -205,7 +207,7 @@ class Presence(enum.IntEnum):
     """Nothing but zeros; only a rank that has not scaled tells them from others."""
     SOME = 2
     REFUSED = 3
-    """The program refuses the step, which an overflow on any rank hides in the code."""
+    """The program refuses the step, which an overflow on any rank hides in the code; one more for a graver reason."""
 
 
 class Scaled(enum.IntEnum):
@@ -259,8 +261,8 @@ class Verdict(NamedTuple):
     """Whether this rank itself has seen why the step is skipped: a bad loss of its own if that is the cause."""
     lacks_values: bool = False
     """Whether no rank has a value for the rule for spikes."""
-    is_refused: bool = False
-    """Whether the program on some rank refuses the step, whatever else is wrong."""
+    refusal: Reason = Reason.STEPPED
+    """Why the program on some rank refuses the step, if so, whatever else is wrong."""
 
 
 class Flags(NamedTuple):
@@ -299,7 +301,9 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
         by_loss=by_loss,
         gives_up=limits > 1,
         lacks_values=scaled == Scaled.NOW and presence > Presence.NONE,
-        is_refused=presence == Presence.REFUSED,
+        refusal=Reason(Reason.REFUSED + presence - Presence.REFUSED)
+        if presence >= Presence.REFUSED
+        else Reason.STEPPED,
     )
 
 

@@ -121,8 +121,9 @@ class PendingVerdict:
         """Return the flags with an overflow that the host knows, which counts before any other reason."""
         if flags.code is not self._code:
             flags = flags._replace(code=self._code)
-        if self.groups and claims.reason_number(self._hidden) in PROGRAM_CALLS:
-            flags = flags._replace(presence=Presence.REFUSED)
+        reason = claims.reason_number(self._hidden)
+        if self.groups and reason in PROGRAM_CALLS:
+            flags = flags._replace(presence=Presence.REFUSED + reason - Reason.REFUSED)
         if isinstance(self._count, int) and self._count:
             # A refusal counts again if a framework overrules the overflow.
             fault = claims.fault_of(self._loss) or claims.fault_in(self._hidden)
@@ -206,8 +207,7 @@ class PendingVerdict:
         """Return the spike or the refusal that an overflow hides, whose it is, and whether by its loss, if any."""
         reason, by = claims.reason_and_rank(self._hidden)
         if not self._hidden or reason >= Reason.OVERFLOW:
-            is_refused = self.verdict is not None and self.verdict.is_refused
-            return Reason.REFUSED if is_refused else Reason.STEPPED, None, False
+            return Reason.STEPPED if self.verdict is None else self.verdict.refusal, None, False
         return reason, by, claims.fault_in(self._hidden) > 0
 
     def _by_hidden(self, verdict: Verdict) -> Verdict:

@@ -32,7 +32,10 @@ pytestmark = pytest.mark.numpy
 WORDS = claims.hash_of(Claim(Purpose.STEP))
 COUNTERS = st.integers(0, 2**31 - 1)
 STATES = st.builds(ScaleState, st.floats(2.0**-126, 2.0**127, width=32), COUNTERS, COUNTERS, COUNTERS)
-CODES = st.one_of(st.just(0), st.builds(claims.reason_code, st.sampled_from(list(Reason)[1:4]), st.integers(0, 2**20)))
+CODES = st.one_of(
+    st.just(0),
+    st.builds(claims.reason_code, st.sampled_from([*claims.KEEPS_SCALE, Reason.OVERFLOW]), st.integers(0, 2**20)),
+)
 PRESENCES = st.sampled_from([claims.Presence.NONE, claims.Presence.SOME])
 FOUND = st.builds(
     lambda *found: claims.Flags(found[0], False, found[1], 2, found[2]), st.just(0) | COUNTERS, PRESENCES, CODES
