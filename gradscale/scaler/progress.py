@@ -137,8 +137,13 @@ class Progress:
 
     def fail_step(self) -> None:
         """End a step in an error; gradients that are divided in part stay so."""
-        if self.stage is not Stage.OVERTAKEN:
-            self.begin_step()
+        if self.stage.is_unscaled and self.stage is not Stage.OVERTAKEN:
+            self.stage, self.verdict = Stage.STEPPING, None
+
+    def leave_skipped(self) -> None:
+        """End in an error a step that is skipped anyway, so that no gradients of a later loss can be stepped."""
+        if self.stage is Stage.STEPPING:
+            self.stage = Stage.JUDGED
 
     def overtake(self) -> None:
         """Note that a loss was scaled: gradients of a step that has failed can be stepped no more."""
@@ -212,8 +217,10 @@ class Progresses:
             self.all.remove(self._by_id.pop(identity))
 
     def _begin(self, identity: int) -> Progress:
-        progress = self._by_id[identity] = Progress()
+        progress = Progress()
+        # Before it can be found, or Ctrl-C in between would leave a step that no update counts.
         self.all.append(progress)
+        self._by_id[identity] = progress
         return progress
 
     def have_begun(self) -> bool:

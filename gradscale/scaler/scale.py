@@ -38,10 +38,12 @@ class Use(enum.Enum):
     LEFTOVERS = "nothing was scaled, but gradients of an iteration that was abandoned may be"
     LOADED = "nothing was scaled since it was loaded, but gradients before may be"
     ADAPTED = "updates have adapted it, and nothing was scaled but by a framework itself"
+    ADAPTED_LEFTOVERS = "the same, and gradients of an iteration that was abandoned may be scaled"
     SCALED = "outputs were scaled by it"
 
     def __init__(self, _: str) -> None:
         self.is_fresh = self.name in ("NONE", "LEFTOVERS", "LOADED")
+        self.has_leftovers = self.name in ("LEFTOVERS", "ADAPTED_LEFTOVERS")
 
 
 class CurrentScale:
@@ -268,17 +270,18 @@ class CurrentScale:
     def mark_adapted(self) -> None:
         """Note that an update, or a framework, has gone on with the state."""
         if self.use.is_fresh:
-            self.use = Use.SCALED if self.use is Use.LOADED else Use.ADAPTED
+            adapted = Use.ADAPTED_LEFTOVERS if self.use.has_leftovers else Use.ADAPTED
+            self.use = Use.SCALED if self.use is Use.LOADED else adapted
 
     def mark_unused(self, *, has_leftovers: bool = False) -> None:
         """Treat gradients as unscaled until ``scale`` is called, but for leftovers of an iteration."""
-        if self.use is not Use.LEFTOVERS:
-            self.use = Use.LEFTOVERS if has_leftovers else Use.NONE
+        self.use = Use.LEFTOVERS if has_leftovers or self.use.has_leftovers else Use.NONE
 
     def load(self, policy: Policy, numbers: Mapping[str, float]) -> None:
         """Go on with another policy and other numbers."""
         if not self.use.is_fresh:
-            self.use = Use.LOADED if self.use is Use.SCALED else Use.NONE
+            unused = Use.LEFTOVERS if self.use.has_leftovers else Use.NONE
+            self.use = Use.LOADED if self.use is Use.SCALED else unused
         self.policy, self.is_static, self._least_factor = policy, type(policy) is StaticScale, _smallest_factor(policy)
         self._largest = self._reachable(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
         self._note_replaced(numbers["scale"])

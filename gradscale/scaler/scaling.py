@@ -107,7 +107,7 @@ class Scaling:
             return None
         # Nothing has to be divided.
         is_one = self.closure_state is None and current.scale() == 1.0 and (has_groups or current.is_set)
-        if current.use is not Use.LEFTOVERS and (current.never_scales or is_one):
+        if not current.use.has_leftovers and (current.never_scales or is_one):
             return None
         if not current.is_set:
             return Presence.SOME

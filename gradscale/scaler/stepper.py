@@ -72,18 +72,23 @@ class Step:
                 self.args = (self._evaluate, *self.args[1:])
         else:
             progress.begin_step()
-        if own is not None:
-            self.around = contextlib.ExitStack()
-            self.around.enter_context(own)
-        elif self.closure is None:
-            if self._unscale is not None and progress.stage is Stage.READY:
-                with within_the_step(iteration):
-                    self._unscale(optimizer)
-                if progress.stage is Stage.READY:
-                    progress.take_for_unscaled()
-                progress.begin_step()
-            self.verdict = iteration.verdict_for_step(progress, optimizer)
-            self.calls_optimizer = not self.verdict.reason
+        try:
+            if own is not None:
+                self.around = contextlib.ExitStack()
+                self.around.enter_context(own)
+            elif self.closure is None:
+                if self._unscale is not None and progress.stage is Stage.READY:
+                    with within_the_step(iteration):
+                        self._unscale(optimizer)
+                    if progress.stage is Stage.READY:
+                        progress.take_for_unscaled()
+                    progress.begin_step()
+                self.verdict = iteration.verdict_for_step(progress, optimizer)
+                self.calls_optimizer = not self.verdict.reason
+        except BaseException:
+            if self.closure is None:
+                progress.fail_step()
+            raise
         return self
 
     def __exit__(
@@ -106,8 +111,11 @@ class Step:
                 raise CallOrderError(msg)
         elif isinstance(error, TypeError):
             self._require_arguments(error)
-        if not is_over and not (self.verdict and self.verdict.reason):
-            self.progress.fail_step()
+        if not is_over:
+            if self.verdict and self.verdict.reason:
+                self.progress.leave_skipped()
+            else:
+                self.progress.fail_step()
         if is_over:
             returned = self.returned
             # As Megatron's optimizers say it.
