@@ -24,7 +24,6 @@ from gradscale.core.protocols import Collectives, Group, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr, warn_caller
 from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, ReplacementOptions, with_options
-from gradscale.scaler.progress import Stage
 from gradscale.scaler.scale import CurrentScale
 from gradscale.scaler.scaler import agree_over, assemble, call_of, collaborators_of, iteration_of, step_of
 from gradscale.scaler.stepper import Step
@@ -444,7 +443,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         if progress.is_incomplete:
             # Reading the verdict raises, since some gradients may be divided already.
             iteration.verdict(progress)
-        request = Request(divides=False, are_scaled=progress.stage is Stage.READY)
+        request = Request(divides=False, are_scaled=progress.stage.is_ready)
         is_check = not iteration.scaling.is_inside_closure
         # The new verdict replaces the one that the optimizer was stepped by, as in torch.
         iteration.unscale(progress, optimizer, request, is_framework_check=is_check, then=progress.stage)

@@ -72,7 +72,7 @@ def _fused_step(step: Step) -> Iterator[None]:
     """Step an optimizer that skips in its kernel by ``found_inf``. No host read if the verdict may come later."""
     optimizer: Any = step.optimizer
     iteration, progress = step.iteration, step.progress
-    if progress.stage is Stage.READY:
+    if progress.stage.is_ready:
         iteration.unscale(progress, optimizer, divides=False, then=Stage.STEPPING)
     if progress.pending is None:
         # They could not be unscaled before.

@@ -289,13 +289,11 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
         reason, by = Reason.OVERFLOW, by if by_loss else None
     if not scaled and presence >= Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by, by_loss = Reason.NOT_SCALED, None, False
-    return Verdict(
-        reason,
-        by,
-        nonfinite,
-        local_nonfinite,
-        bool(limits & 1),
-        scale,
+    verdict = Verdict(reason, by, nonfinite, local_nonfinite, bool(limits & 1), scale)
+    if presence == Presence.SOME and scaled == Scaled.WITH_VALUES and not (by_loss or limits > 1):
+        # As in nearly all steps.
+        return verdict
+    return verdict._replace(
         is_idle=not scaled and presence == Presence.ZEROS,
         is_unscaled=scaled == Scaled.BEFORE and presence > Presence.NONE,
         by_loss=by_loss,

@@ -33,7 +33,7 @@ from gradscale.scaler.messages import UNSCALING, Messages
 from gradscale.scaler.micro_batches import MicroBatches, checksum_of
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.order import INCOMPLETE, SINCE_UPDATE, wrong_order
-from gradscale.scaler.progress import Closure, Progress, Progresses, Stage
+from gradscale.scaler.progress import Progress, Progresses, Stage
 from gradscale.scaler.reports import Reports, StepReport
 from gradscale.scaler.scale import CurrentScale, Saved, copied
 from gradscale.scaler.scaling import Scaling, Source
@@ -148,7 +148,7 @@ class Iteration:
             self.judge.losses = ended.judge.losses.of_others(stepped)
             self.micro = ended.micro._replace(stepped=ended.micro.stepped | stepped)
         for progress in ended.progresses.all:
-            optimizer = progress.optimizer if progress.stage is Stage.READY else None
+            optimizer = progress.optimizer if progress.stage.is_ready else None
             if optimizer is not None:
                 self.progress_of(optimizer).refused = progress.refused
 
@@ -202,7 +202,7 @@ class Iteration:
                 "step() of this optimizer has failed, and a loss was scaled since, whose gradients nothing would "
                 "divide: end the iteration with update(get_scale()), or load a state dict, and make new gradients"
             )
-        if progress.stage is Stage.READY and self.reports.under_way:
+        if progress.stage.is_ready and self.reports.under_way:
             self.check_late_verdicts()
         return progress
 
@@ -306,7 +306,7 @@ class Iteration:
         ``is_framework_check``: a framework judges them outside of ``unscale_`` and ``step``, which come later.
         ``then``: the stage that follows.
         """
-        if progress.closure is not Closure.NONE and not self.scaling.is_inside_closure:
+        if progress.closure.was_evaluated and not self.scaling.is_inside_closure:
             self.wrong_order(
                 "a closure of this optimizer has failed, so that its gradients cannot be used: call step() with a "
                 "closure again, or end the iteration with update(get_scale()) and make new gradients"
@@ -322,7 +322,7 @@ class Iteration:
                 self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
             if self.guard is not None and not progress.refused:
                 self.judge.note_values(has_values=has_values)
-        is_first = progress.stage is Stage.READY
+        is_first = progress.stage.is_ready
         findings = self._divide(progress, optimizer, gradients, source.state)
         try:
             loss = UNJUDGED
@@ -353,7 +353,7 @@ class Iteration:
         """Return an optimizer's gradients, or the norm that the program has clipped them by."""
         groups, micro = self.agreement.usable_groups(), self.micro.of(optimizer)
         norm = None if progress.inputs is None else progress.inputs.norm
-        if progress.stage is Stage.READY and micro.dropped and not micro.kept:
+        if progress.stage.is_ready and micro.dropped and not micro.kept:
             progress.refused = max(progress.refused, Reason.REFUSED)
         try:
             if request is None:
@@ -492,10 +492,10 @@ class Iteration:
 
     def verdict_for_step(self, progress: Progress, optimizer: Optimizer, then: Stage = Stage.STEPPING) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
-        if progress.stage is Stage.READY and self._has_no_array(progress, optimizer):
+        if progress.stage.is_ready and self._has_no_array(progress, optimizer):
             self._tell_of_no_gradients(progress, optimizer, 1.0)
             return Verdict(Reason.NO_GRADIENTS, None, 0, 0, at_min_scale=False, scale=1.0)
-        if progress.stage is Stage.READY:
+        if progress.stage.is_ready:
             self.unscale(progress, optimizer, then=then)
         if progress.refused:
             self.forbid_untold_refusal(progress, optimizer)
@@ -527,7 +527,7 @@ class Iteration:
     def _has_no_array(self, progress: Progress, optimizer: Optimizer) -> bool:
         """Tell whether a guard's first step has no gradient for a state to be beside, and needs no other rank."""
         is_first = self.scaling.state is None and self.current.state is None
-        if not (self.parts.is_guard and is_first) or progress.refused or progress.closure is not Closure.NONE:
+        if not (self.parts.is_guard and is_first) or progress.refused or progress.closure.was_evaluated:
             return False
         groups = self.messages.groups_for(optimizer)
         return not groups and self.current.adapter.collect(optimizer, self._cache, UNSCALING).like is None

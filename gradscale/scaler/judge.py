@@ -15,7 +15,7 @@ from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import LossFault, Reason, Verdict
 from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite
 from gradscale.scaler.mistakes import Mistakes, no_values
-from gradscale.scaler.progress import Closure, Progress
+from gradscale.scaler.progress import Progress
 from gradscale.scaler.scale import CurrentScale
 from gradscale.scaler.verdict import JudgedLoss, PendingVerdict
 
@@ -46,7 +46,7 @@ class Judge:
         if self.guard is None:
             return True
         is_own = id(optimizer) not in self.losses.judged
-        if progress.refused or progress.closure is Closure.BEGUN or (self.losses.is_used and is_own):
+        if progress.refused or progress.closure.has_begun or (self.losses.is_used and is_own):
             return True
         has_value = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
         return any(has_value[name] for name in self.guard.rule.of)
@@ -70,7 +70,7 @@ class Judge:
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
         progress.code, number = 0, None if is_array_api_obj(loss) else loss
-        if progress.closure is Closure.BEGUN:
+        if progress.closure.has_begun:
             return JudgedLoss(number)
         if norm is not None and not isinstance(norm, float):
             (norm,) = backend.peek((norm,)) or (norm,)

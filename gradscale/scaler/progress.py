@@ -30,10 +30,11 @@ class Stage(enum.Enum):
     DECLINED = "the optimizer itself has made no step; if that was so on some ranks alone, the number of steps says it"
 
     def __init__(self, _: str) -> None:
-        # Attributes, since each step asks for them many times.
+        # Attributes, since each step asks for them many times, and a member of the class takes longer.
+        self.is_ready = self.name == "READY"
         self.has_ended = self.name in ("STEPPED", "DECLINED")
         self.is_over = self.has_ended or self.name == "LEFT_OUT"
-        self.is_unscaled = self.name != "READY" and not self.has_ended
+        self.is_unscaled = not (self.is_ready or self.has_ended)
 
 
 class Closure(enum.Enum):
@@ -42,6 +43,10 @@ class Closure(enum.Enum):
     NONE = "none was evaluated"
     EVALUATING = "it was, and without it its gradients cannot be used, also if it has failed"
     BEGUN = "an evaluation was fine: later ones are no spikes, since a line search tries losses that are far apart"
+
+    def __init__(self, _: str) -> None:
+        self.has_begun = self.name == "BEGUN"
+        self.was_evaluated = self.name != "NONE"
 
 
 class Progress:
@@ -88,13 +93,13 @@ class Progress:
 
     def begin_closure(self) -> None:
         """Begin a step with a closure, perhaps once more."""
-        if self.closure is not Closure.NONE:
+        if self.closure.was_evaluated:
             self.closure = Closure.EVALUATING
 
     def evaluate(self) -> None:
         """Begin an evaluation, whose gradients are judged in place of those before."""
         self.stage = Stage.READY
-        if self.closure is Closure.NONE:
+        if not self.closure.was_evaluated:
             self.closure = Closure.EVALUATING
 
     def end_evaluation(self) -> None:
@@ -225,7 +230,7 @@ class Progresses:
 
     def have_begun(self) -> bool:
         """Tell whether some optimizer was refused, unscaled or stepped."""
-        return any(progress.refused or progress.stage is not Stage.READY for progress in self.all)
+        return any(progress.refused or not progress.stage.is_ready for progress in self.all)
 
     def are_over(self) -> bool:
         """Tell whether a step is over, and no other one has begun that is still to come."""

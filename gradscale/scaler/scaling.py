@@ -14,7 +14,7 @@ from gradscale.core.protocols import Array, Optimizer, ScaleState
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Presence, Scaled
 from gradscale.scaler.order import wrong_order
-from gradscale.scaler.progress import Closure, Progress
+from gradscale.scaler.progress import Progress
 from gradscale.scaler.scale import CurrentScale, Use
 
 
@@ -102,7 +102,7 @@ class Scaling:
 
     def _unscaled_presence(self, progress: Progress, optimizer: Optimizer, *, has_groups: bool) -> Presence | None:
         """Return the presence of gradients whose loss this rank never scaled; a host read each, None for others."""
-        current, has_closure = self._current, progress.closure is not Closure.NONE
+        current, has_closure = self._current, progress.closure.was_evaluated
         if progress.refused or current.adapter.is_replayed or not (current.use.is_fresh or has_closure):
             return None
         # Nothing has to be divided.
@@ -125,7 +125,7 @@ class Scaling:
 
     def forbid_unscaled(self, progress: Progress, where: str = "") -> NoReturn:
         """Raise CallOrderError for gradients whose loss was never scaled."""
-        if progress.closure is not Closure.NONE:
+        if progress.closure.was_evaluated:
             wrong_order(
                 f"the closure of step() has not called scale(){where}: make the backward pass of scaler.scale(loss) in "
                 f"each of its evaluations; or make it before, and call step(optimizer) without the closure",

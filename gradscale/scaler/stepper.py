@@ -13,7 +13,7 @@ from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleErro
 from gradscale.scaler.claim import KEEPS_SCALE, PROGRAM_CALLS, Reason, Verdict
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.iteration import Iteration
-from gradscale.scaler.progress import Closure, Progress, Stage
+from gradscale.scaler.progress import Progress, Stage
 
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16
@@ -63,7 +63,7 @@ class Step:
         if self._inputs is not None:
             iteration.set_inputs(progress, self._inputs, has_closure=self.closure is not None)
         if self.closure is not None:
-            if progress.stage.is_unscaled and progress.closure is Closure.NONE:
+            if progress.stage.is_unscaled and not progress.closure.was_evaluated:
                 iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
             progress.begin_closure()
             if "closure" in self.kwargs:
@@ -77,10 +77,10 @@ class Step:
                 self.around = contextlib.ExitStack()
                 self.around.enter_context(own)
             elif self.closure is None:
-                if self._unscale is not None and progress.stage is Stage.READY:
+                if self._unscale is not None and progress.stage.is_ready:
                     with within_the_step(iteration):
                         self._unscale(optimizer)
-                    if progress.stage is Stage.READY:
+                    if progress.stage.is_ready:
                         progress.take_for_unscaled()
                     progress.begin_step()
                 self.verdict = iteration.verdict_for_step(progress, optimizer)
@@ -165,9 +165,9 @@ class Step:
             progress.evaluate()
             with iteration.inside_closure():
                 loss = closure(*args, **kwargs)
-                if self._unscale is not None and progress.stage is Stage.READY:
+                if self._unscale is not None and progress.stage.is_ready:
                     self._unscale(self.optimizer)
-                    if progress.stage is Stage.READY:
+                    if progress.stage.is_ready:
                         progress.take_for_unscaled()
                 verdict = self.verdict = iteration.verdict_for_step(progress, self.optimizer, Stage.JUDGED)
             keeps_scale = verdict.reason in KEEPS_SCALE

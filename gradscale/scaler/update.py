@@ -73,7 +73,7 @@ class Update:
         """Raise CallOrderError for an optimizer that was refused, and not stepped; that of a guard comes later."""
         iteration = self._iteration
         for progress in iteration.progresses.all:
-            is_left = progress.refused and progress.stage is Stage.READY
+            is_left = progress.refused and progress.stage.is_ready
             if is_left and not (iteration.parts.is_guard and iteration.progresses.are_over()):
                 iteration.wrong_order(
                     f"{PROGRAM_CALLS[progress.refused]} was called for an optimizer that was neither unscaled nor "
@@ -141,7 +141,7 @@ class Update:
 
     def _hold(self) -> None:
         """Save the arrays of ``hold`` if no step was skipped, else restore them, by flags of a device if need be."""
-        begun = [each for each in self._iteration.progresses.all if each.stage is not Stage.READY]
+        begun = [each for each in self._iteration.progresses.all if not each.stage.is_ready]
         all_stepped, skips = all(each.has_stepped for each in begun), _late_skips(begun)
         for snapshot in self._iteration.parts.snapshots if begun else ():
             if all_stepped and skips and not snapshot.takes_flags:

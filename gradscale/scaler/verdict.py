@@ -132,8 +132,8 @@ class PendingVerdict:
 
     def _is_on_host(self, flags: Flags) -> bool:
         """Tell whether the host has all numbers but those of the state."""
-        is_read = is_array_api_obj(self._loss) or not isinstance(self._norm, float)
-        return isinstance(flags.nonfinite, int) and isinstance(flags.code, int) and not is_read
+        is_on_host = isinstance(flags.nonfinite, int) and isinstance(flags.code, int) and isinstance(self._norm, float)
+        return is_on_host and (self._loss is None or not is_array_api_obj(self._loss))
 
     def _send(self, agreement: Agreement, flags: Flags, claim: Claim | None) -> None:
         """Start the message to the other ranks."""

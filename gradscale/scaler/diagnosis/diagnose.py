@@ -19,7 +19,7 @@ from gradscale.scaler.diagnosis.gather import gather as gather_reports
 from gradscale.scaler.diagnosis.look import DiagnosisOptions, Look
 from gradscale.scaler.diagnosis.report import OverflowReport, RankReport
 from gradscale.scaler.iteration import Collaborators, Iteration
-from gradscale.scaler.progress import Progress, Stage
+from gradscale.scaler.progress import Progress
 
 # After so many overflows in a row the weights and the optimizer's state are searched, too.
 _SUSPICIOUS = 3
@@ -107,7 +107,7 @@ class Diagnosis:
         """Return the report on this rank's arrays: one host read."""
         rows, is_searched = self.look.rows_of(optimizer, options)
         progress = _progress_of(optimizer, iteration)
-        is_ready, is_begun = progress.stage is Stage.READY, self._enabled and iteration.scaling.has_scaled
+        is_ready, is_begun = progress.stage.is_ready, self._enabled and iteration.scaling.has_scaled
         is_scaled = (is_ready and is_begun) or self._was_left_scaled(optimizer, progress)
         # Whether the gradients are those of an earlier iteration, or no scaler's.
         is_over = is_ready and not is_begun
