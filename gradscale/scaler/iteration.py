@@ -13,7 +13,6 @@ from array_api_compat import is_array_api_obj
 from gradscale.core.gradients import (
     Collected,
     Findings,
-    ParameterCache,
     Request,
     UserNorm,
     no_optimizer,
@@ -22,47 +21,24 @@ from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.snapshot import Snapshot
 from gradscale.errors import CallOrderError, GradscaleError, InvalidValueError
 from gradscale.scaler import claim as claims
-from gradscale.scaler.agreement import OF_ALL_RANKS, Agreement, exchange_over
+from gradscale.scaler.agreement import OF_ALL_RANKS, exchange_over
 from gradscale.scaler.claim import PROGRAM_CALLS, Flags, LossFault, Presence, Purpose, Reason, Scaled, Verdict
 from gradscale.scaler.clipping import Clipping
+from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.diagnosis.cause import NO_GRADIENTS
-from gradscale.scaler.guard import Guard, Losses, is_nonfinite, value_of
+from gradscale.scaler.guard import Losses, is_nonfinite, value_of
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.judge import Judge
 from gradscale.scaler.messages import UNSCALING, Messages
 from gradscale.scaler.micro_batches import MicroBatches, checksum_of
-from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.order import INCOMPLETE, SINCE_UPDATE, wrong_order
 from gradscale.scaler.progress import Progress, Progresses, Stage
-from gradscale.scaler.reports import Reports, StepReport
-from gradscale.scaler.scale import CurrentScale, Saved, copied
+from gradscale.scaler.reports import StepReport
+from gradscale.scaler.scale import Saved, copied
 from gradscale.scaler.scaling import Scaling, Source
-from gradscale.scaler.stall import Tally
 from gradscale.scaler.verdict import UNJUDGED, JudgedLoss, PendingVerdict
 
 _JUDGING = Request(divides=False)
-
-
-class Collaborators(NamedTuple):
-    """The parts of a scaler."""
-
-    current: CurrentScale
-    agreement: Agreement
-    reports: Reports
-    cache: ParameterCache
-    """The parameters of optimizers, kept from call to call."""
-    mistakes: Mistakes
-    """Warns of loops that are probably wrong."""
-    tally: Tally
-    """Counts steps."""
-    guard: Guard | None = None
-    """Judges losses and norms; None if nothing does."""
-    clipping: Clipping = Clipping()
-    """How ``unscale_`` and ``step`` clip by default."""
-    snapshots: Sequence[Snapshot] = ()
-    """Of what ``hold`` names."""
-    is_guard: bool = False
-    """Whether a step ends its iteration, and an optimizer without gradients is no error."""
 
 
 class Collection(NamedTuple):
@@ -92,10 +68,8 @@ class Iteration:
     def __init__(self, number: int, parts: Collaborators, steps_before: int = 0, alone_before: int = 0) -> None:
         self.number, self.parts, self.steps_before, self.alone_before = number, parts, steps_before, alone_before
         self.current, self.agreement, self.reports, self._cache, self.mistakes, self.tally, self.guard, *_ = parts
-        rank = self.agreement.rank
-        self.judge = Judge(self.current, self.guard, self.mistakes, rank, is_guard=parts.is_guard)
-        self.scaling = Scaling(number, self.current, self.agreement)
-        self.messages = Messages(number, self.current, self.agreement, self.scaling, self._cache)
+        self.judge, self.scaling = Judge(parts), Scaling(number, parts)
+        self.messages = Messages(number, parts, self.scaling)
         self.progresses = Progresses()
         # With the position of the optimizer's streak.
         self.steps: list[tuple[StepReport, int | None]] = []
@@ -414,7 +388,7 @@ class Iteration:
         # It gives a new optimizer its position among the streaks, alone, too.
         is_last = self.tally.is_last_chance(optimizer) and len(groups) > 0
         presence = source.presence if findings.has_gradients else Presence.NONE
-        scaled = Scaled.WITH_VALUES if has_values and source.scaled is Scaled.NOW else source.scaled
+        scaled = source.scaled + (has_values and source.scaled == Scaled.NOW)
         flags = Flags(findings.nonfinite, 2 * is_last, presence, scaled, progress.code)
         return PendingVerdict(self.current, agreement, findings, source.state, flags, groups, claim, loss)
 

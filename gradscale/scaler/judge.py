@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from array_api_compat import is_array_api_obj
@@ -13,31 +13,29 @@ from gradscale.core.protocols import Array, Optimizer, ScaleState
 from gradscale.errors import InvalidValueError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import LossFault, Reason, Verdict
-from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite
-from gradscale.scaler.mistakes import Mistakes, no_values
+from gradscale.scaler.collaborators import Collaborators
+from gradscale.scaler.guard import Losses, beside, is_nonfinite
+from gradscale.scaler.mistakes import no_values
 from gradscale.scaler.progress import Progress
-from gradscale.scaler.scale import CurrentScale
 from gradscale.scaler.verdict import JudgedLoss, PendingVerdict
 
 
 class Judge:
     """Judges each optimizer of an iteration by the losses up to it, and by its norm.
 
-    ``guard`` is None if nothing does but the loss that ``step`` is given; ``is_guard``: of a guard that never has a
-    value the first step is an error.
+    ``guard`` is None if nothing is judged but the loss that ``step`` is given. The first step of a StepGuard that never
+    has a value is an error.
     """
 
     losses = Losses()
 
-    def __init__(
-        self, current: CurrentScale, guard: Guard | None, mistakes: Mistakes, rank: Callable[[], int], *, is_guard: bool
-    ) -> None:
-        self._current, self.guard, self._mistakes, self._rank, self._is_guard = current, guard, mistakes, rank, is_guard
+    def __init__(self, parts: Collaborators) -> None:
+        self._parts, self.guard = parts, parts.guard
 
     def add_losses(self, losses: Iterable[Array | float]) -> None:
         """Add losses, by whose mean the next optimizer is judged."""
         for loss in losses:
-            value = loss if isinstance(loss, float) else self._current.backend_for(loss).values_of(loss)
+            value = loss if isinstance(loss, float) else self._parts.current.backend_for(loss).values_of(loss)
             if value is not None:
                 self.losses = self.losses.plus(value)
 
@@ -56,16 +54,16 @@ class Judge:
         if self.guard is None:
             return
         self.guard.has_judged |= has_values
-        if self._is_guard and not self.guard.has_judged:
+        if self._parts.is_guard and not self.guard.has_judged:
             raise InvalidValueError(no_values(self.guard.rule.of))
         if not has_values:
-            self._mistakes.warn_of_no_values(self.guard.rule.of)
+            self._parts.mistakes.warn_of_no_values(self.guard.rule.of)
 
     def judge(
         self, progress: Progress, optimizer: Optimizer, findings: Findings, state: ScaleState, *, is_read: bool
     ) -> JudgedLoss:
         """Judge the loss and the norm, or leave it to the host if it reads the verdict in the step."""
-        backend, norm = self._current.state_adapter, findings.norm
+        backend, norm = self._parts.current.state_adapter, findings.norm
         # The losses are this optimizer's, whether it is judged by them or not.
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
@@ -97,11 +95,11 @@ class Judge:
         )
         if progress.refused:
             return
-        code = functools.partial(claims.reason_code, Reason.SPIKE, self._rank())
+        code = functools.partial(claims.reason_code, Reason.SPIKE, self._parts.agreement.rank())
         if seen is not None and self.guard is not None:
             # Its reason is 0 or Reason.SPIKE, which is 1.
             fault, reason = claims.fault_of(loss) or LossFault(seen.is_loss), Reason(self.guard.rule.act)
-            progress.code = seen.reason * claims.reason_code(reason, self._rank(), fault)
+            progress.code = seen.reason * claims.reason_code(reason, self._parts.agreement.rank(), fault)
         if progress.inputs is not None and progress.inputs.loss is not None:
             bad: Any = is_nonfinite(loss, state.scale) * code(LossFault.NONFINITE)
             # MLX has no operators with a number on the left.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from gradscale.core.gradients import ParameterCache, Request
+from gradscale.core.gradients import Request
 from gradscale.core.protocols import Array, Collectives, Optimizer
 from gradscale.scaler import claim as claims
-from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Claim, Purpose
-from gradscale.scaler.scale import CurrentScale
+from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.scaling import Scaling
 from gradscale.scaler.verdict import PendingVerdict
 
@@ -23,17 +22,14 @@ class Messages:
 
     _number = 0
 
-    def __init__(
-        self, iteration: int, current: CurrentScale, agreement: Agreement, scaling: Scaling, cache: ParameterCache
-    ) -> None:
-        self._iteration, self._current, self._agreement = iteration, current, agreement
-        self._scaling, self._cache = scaling, cache
+    def __init__(self, iteration: int, parts: Collaborators, scaling: Scaling) -> None:
+        self._iteration, self._parts, self._scaling = iteration, parts, scaling
         # Over groups, with an answer that may still be to read.
         self._sent: list[PendingVerdict] = []
 
     def groups_for(self, optimizer: Optimizer) -> Sequence[Collectives]:
         """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
-        groups = self._agreement.usable_groups() or self._current.adapter.groups_of(optimizer)
+        groups = self._parts.agreement.usable_groups() or self._parts.current.adapter.groups_of(optimizer)
         for collectives in groups:
             # The default group is looked up when it is first needed.
             resolve: Callable[[], object] | None = getattr(collectives, "resolve", None)
@@ -54,7 +50,7 @@ class Messages:
     ) -> Claim:
         """Return the claim of the next message; each call counts as a message. ``steps``: of the iterations before."""
         self._number += 1
-        agreement = self._agreement
+        agreement = self._parts.agreement
         label = agreement.label_of(optimizer)
         # Norms and diagnoses do not depend on the policy and the steps, which the step's own message compares.
         is_step = call is Purpose.STEP
@@ -65,7 +61,7 @@ class Messages:
             optimizer=label.number,
             scaler=agreement.number_over(groups[0]),
             group=index,
-            settings=agreement.settings_hash(self._current.policy) if is_step else 0,
+            settings=agreement.settings_hash(self._parts.current.policy) if is_step else 0,
             steps=steps,
             max_norm=max_norm,
             checksum=checksum,
@@ -85,7 +81,7 @@ class Messages:
 
     def tell_of_failure(self, optimizer: Optimizer, steps: int) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
-        agreement, current = self._agreement, self._current
+        agreement, current = self._parts.agreement, self._parts.current
         # What fails now is not what is wrong.
         with contextlib.suppress(Exception):
             groups = self.groups_for(optimizer)
@@ -95,7 +91,7 @@ class Messages:
 
             def like() -> Array | None:
                 with contextlib.suppress(Exception):
-                    return current.adapter.collect(optimizer, self._cache, UNSCALING).like
+                    return current.adapter.collect(optimizer, self._parts.cache, UNSCALING).like
                 return None
 
             scale = self._scaling.in_force(like).scale

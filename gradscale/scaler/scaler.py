@@ -30,12 +30,13 @@ from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Reason
 from gradscale.scaler.clipping import Clipping, checked_clipping
+from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.diagnosis.diagnose import Diagnosis
 from gradscale.scaler.diagnosis.look import DiagnosisOptions
 from gradscale.scaler.diagnosis.report import OverflowReport
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
-from gradscale.scaler.iteration import Collaborators, Iteration
+from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.messages import UNSCALING
 from gradscale.scaler.micro_batches import MicroBatches
 from gradscale.scaler.mistakes import Mistakes

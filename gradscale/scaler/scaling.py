@@ -11,11 +11,11 @@ from array_api_compat import is_array_api_obj
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import named_gradients
 from gradscale.core.protocols import Array, Optimizer, ScaleState
-from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Presence, Scaled
+from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.order import wrong_order
 from gradscale.scaler.progress import Progress
-from gradscale.scaler.scale import CurrentScale, Use
+from gradscale.scaler.scale import Use
 
 
 class Source(NamedTuple):
@@ -23,8 +23,8 @@ class Source(NamedTuple):
 
     state: ScaleState
     """The state to divide them by."""
-    scaled: Scaled
-    presence: Presence
+    scaled: Scaled = Scaled.NOW
+    presence: Presence = Presence.SOME
     """What there is of them; only of a rank that has not scaled it is known whether they are zeros."""
 
 
@@ -41,8 +41,8 @@ class Scaling:
     loss_nonfinite: tuple[Array, ...] = ()
     closure_state: ScaleState | None = None
 
-    def __init__(self, number: int, current: CurrentScale, agreement: Agreement) -> None:
-        self._number, self._current, self._agreement = number, current, agreement
+    def __init__(self, number: int, parts: Collaborators) -> None:
+        self._number, self._current, self._agreement = number, parts.current, parts.agreement
 
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Multiply arrays by the scale; a first state begins beside the first one."""
@@ -91,14 +91,16 @@ class Scaling:
     ) -> Source:
         """Return where an optimizer's gradients come from; CallOrderError alone, if no loss of theirs was scaled."""
         current = self._current
-        presence = None if self.has_scaled else self._unscaled_presence(progress, optimizer, has_groups=has_groups)
+        if self.has_scaled:
+            return Source(self.closure_state or self.state or self.in_force(like))
+        presence = self._unscaled_presence(progress, optimizer, has_groups=has_groups)
         if presence is Presence.SOME and not has_groups:
             self.forbid_unscaled(progress)
         state = self.closure_state or self.state or current.state or self.in_force(like)
         if presence is not None:
             return Source(state, Scaled.NEVER, presence)
-        is_excused = self.has_scaled or progress.refused or current.adapter.is_replayed or current.is_one(state)
-        return Source(state, Scaled.NOW if is_excused else Scaled.BEFORE, Presence.SOME)
+        is_excused = progress.refused or current.adapter.is_replayed or current.is_one(state)
+        return Source(state) if is_excused else Source(state, Scaled.BEFORE)
 
     def _unscaled_presence(self, progress: Progress, optimizer: Optimizer, *, has_groups: bool) -> Presence | None:
         """Return the presence of gradients whose loss this rank never scaled; a host read each, None for others."""

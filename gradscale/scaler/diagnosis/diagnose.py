@@ -14,11 +14,12 @@ from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import GradscaleError
 from gradscale.scaler.agreement import exchange_over
 from gradscale.scaler.claim import Purpose
+from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.diagnosis.cause import join
 from gradscale.scaler.diagnosis.gather import gather as gather_reports
 from gradscale.scaler.diagnosis.look import DiagnosisOptions, Look
 from gradscale.scaler.diagnosis.report import OverflowReport, RankReport
-from gradscale.scaler.iteration import Collaborators, Iteration
+from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.progress import Progress
 
 # After so many overflows in a row the weights and the optimizer's state are searched, too.
