@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 from axes import require
-from axes_torch import GradScaler, StepGuard, TorchScaler, gradscale_torch, torch
+from axes_torch import GradScaler, StepGuard, TorchScaler, torch
 from recipe_blocks import GUARD_PAGE, INTEROP, TORCH_PAGE, run_on
 from worlds import GlooWorld, each
 
@@ -422,21 +422,21 @@ TOGETHER: dict[str, tuple[Path, int, tuple[int, ...], float, dict[str, Any]]] = 
     },
     # Guards that skip spikes in bfloat16.
     "torchtitan-guard": (TORCH_PAGE, 72, (70,), 1e6, {"steps": {71.0}, "rates": pytest.approx([0.01 * 72 / 100])}),
-    "guard_ddp": (GUARD_PAGE, 72, (70,), 1e6, {"scale": 1.0, "steps": {71.0}, "advanced": 71, "averaged": 71}),
-    "guard_fsdp2": (GUARD_PAGE, 72, (70,), 1e6, {"scale": 1.0, "steps": {71.0}}),
+    "guard-ddp": (GUARD_PAGE, 72, (70,), 1e6, {"scale": 1.0, "steps": {71.0}, "advanced": 71, "averaged": 71}),
+    "guard-fsdp2": (GUARD_PAGE, 72, (70,), 1e6, {"scale": 1.0, "steps": {71.0}}),
     # One micro-batch of the second batch, and all of the fourth.
-    "guard_micro_batches": (GUARD_PAGE, 8, (6, 13, 14, 15, 16), math.inf, {"scale": 1.0, "steps": {7.0}}),
+    "guard-micro-batches": (GUARD_PAGE, 8, (6, 13, 14, 15, 16), math.inf, {"scale": 1.0, "steps": {7.0}}),
 }
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_both_ranks_skip_together_and_what_follows_the_optimizers_holds(name: str, tmp_path: Path):
     page, count, bad, by, expected = TOGETHER[name]
-    block = "after" if page.parent == INTEROP else name.partition("-")[0]
+    block = "after" if page.parent == INTEROP else name.removesuffix("-guard")
     if block == "torchtitan":
         require("torchtitan")
     steps, reason = ((2, 4), "overflow") if name == "actor" else (bad, "overflow" if by == math.inf else "spike")
-    steps, reason = ((4,), "refused") if name == "guard_micro_batches" else (steps, reason)
+    steps, reason = ((4,), "refused") if name == "guard-micro-batches" else (steps, reason)
     expected |= {"skipped": [(step, reason) for step in steps], "masters": {"torch.float32"}}
     cases = [(page, block, count, bad, bad_rank, by, str(tmp_path)) for bad_rank in (0, 1)]
     for _, answers in each(GlooWorld(2), run_on_ranks, cases):
@@ -446,9 +446,7 @@ def test_both_ranks_skip_together_and_what_follows_the_optimizers_holds(name: st
 
 def test_the_guards_loop_of_one_process_skips_a_spike():
     given = granted(loader=made_loader(72), loss_of=Losses([70], 1e6))
-    optimizer = torch.optim.AdamW(given["model"].parameters(), lr=0.01)
-    given |= {"gradscale": gradscale, "gradscale_torch": gradscale_torch, "optimizer": optimizer}
-    guard = run_on(GUARD_PAGE, "spikes", **given)["guard"]
+    guard = run_on(GUARD_PAGE, "guard-torch", **given)["guard"]
     found = [(report.iteration, report.reason, report.by) for report in guard.history if report.skipped]
     assert found == [(70, "spike", 0)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from axes import require
-from axes_torch import GradScaler, gradscale_torch, torch
+from axes_torch import GradScaler, torch
 from recipe_blocks import GUARD_PAGE, TORCH_PAGE
 from recipe_trainer import RecipeTrainer
 
@@ -33,7 +33,7 @@ def made(page, name: str, init_scale: float = 2.0**10, **others) -> RecipeTraine
     if name in ("schedule", "accelerate", "accelerate_bfloat16", "fabric", "fabric_bfloat16"):
         names["schedule"] = torch.optim.lr_scheduler.ExponentialLR(names["optimizer"], 0.9)
     names["scaler"] = GradScaler("cpu", init_scale=init_scale, growth_interval=3)
-    names |= {"gradscale": gradscale, "gradscale_torch": gradscale_torch} | others
+    names |= others
     return RecipeTrainer(page, name, BATCHES, names)
 
 
@@ -74,4 +74,4 @@ def test_accelerates_recipes_have_no_fault(name: str):
 
 
 def test_the_guards_recipe_has_no_fault():
-    assert check_trainer(lambda: made(GUARD_PAGE, "spikes"), steps=STEPS).faults == []
+    assert check_trainer(lambda: made(GUARD_PAGE, "guard-torch"), steps=STEPS).faults == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from axes import require
 from commands import ran
-from cupy_devices import require_cupy
+from cupy_devices import require_cupy, require_device_count
 from recipe_blocks import names_given
 from worlds import mpi_command, mpi_environment
 
@@ -30,7 +30,9 @@ RECIPE = re.compile(r"<!-- recipe: \w+ -->\n```python\n(.*?)```", flags=re.DOTAL
 LIBRARIES = "torch|jax|optax|mlx|equinox|flax|lightning|accelerate|transformers|mpi4py|array_api_strict"
 LIBRARY = re.compile(rf"^(?:import|from) (?:gradscale_)?({LIBRARIES})\b", re.MULTILINE)
 
-MARKS = {"numpy-first": pytest.mark.tier("quick"), "cupy": [pytest.mark.tier("all"), pytest.mark.cupy, pytest.mark.gpu]}
+ON_GPUS = [pytest.mark.tier("all"), pytest.mark.cupy, pytest.mark.gpu]
+MARKS = {"numpy-first": pytest.mark.tier("quick"), "cupy": ON_GPUS, "guard-cupy": ON_GPUS}
+TORCHRUN = ("trainers-ddp", "trainers-fsdp2", "guard-ddp", "guard-fsdp2", "guard-micro-batches")
 
 # What blocks do not say of themselves: that they have learnt.
 LEARNT = {
@@ -38,6 +40,12 @@ LEARNT = {
     "guard-numpy": "assert guard.counts() == {'taken': 198, 'overflow': 1, 'spike': 1, 'refused': 0}\n"
     "assert abs(optimizer.weights - 1).max() < 0.3 and resumed.counts() == guard.counts()\n",
     "numpy-first": "assert abs(sgd.weights - np.float32([1, -2])).max() < 0.01 and scaler.get_scale() < 65536\n",
+    "guard-cupy": "assert [counts['overflow'] for counts, _ in results] == [1, 1]\n"
+    "assert results[0][1].tolist() == results[1][1].tolist() and abs(results[0][1] - 1).max() < 0.3\n",
+    "guard-torch": "assert guard.counts()['taken'] > 150 and loss.isfinite()\n",
+    "guard-ddp": "assert guard.counts()['taken'] == average.n_averaged == schedule.last_epoch > 150\n",
+    "guard-fsdp2": "assert guard.counts()['taken'] > 150 and loss.isfinite()\n",
+    "guard-micro-batches": "assert guard.counts()['taken'] > 150 and guard.counts()['refused'] == 0\n",
     "guard-bad-batches": "assert callbacks.read_bad_batches('bad_batches.jsonl') == [2]\n",
     "guard-jax": "assert verdict.counts()['spike'] == verdict.counts()['overflow'] == 1\n"
     "assert abs(params['w'] - 1).max() < 0.2\n",
@@ -72,12 +80,12 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
     program.write_text(code + LEARNT.get(name, ""))
     for library in LIBRARY.findall(code):
         require({"array_api_strict": "strict", "mpi4py": "mpi"}.get(library, library))
-    if name == "cupy":
-        require_cupy()
+    if name in ("cupy", "guard-cupy"):
+        require_device_count(require_cupy(), 2 if name == "guard-cupy" else 1)
     command = [sys.executable, program]
     if name in ("mpi", "resume", "trainers-mpi"):
         command = mpi_command(2, program)
-    elif name in ("trainers-ddp", "trainers-fsdp2"):
+    elif name in TORCHRUN:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # Some of these make hundreds of a host's loops.
     completed = ran(*command, folder=tmp_path, seconds=280, **mpi_environment())

@@ -1,7 +1,11 @@
-"""The recipes on the pages: blocks of Python that take names for granted, which a test gives them."""
+"""The recipes on the pages: blocks of Python that take names for granted, which a test gives them.
+
+Programs of a page, which run as they stand, are recipes, too, without the lines that a reader replaces.
+"""
 
 from __future__ import annotations
 
+import ast
 import builtins
 import dis
 import re
@@ -20,9 +24,21 @@ JAX_PAGE = _BACKENDS / "gradscale_jax" / "README.md"
 
 def blocks_on(page: Path) -> dict[str, str]:
     """Return a page's recipes by their names."""
-    found = re.findall(r"<!-- recipe: (\w+) -->\n```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    found = re.findall(r"<!-- (?:recipe|run): ([\w-]+) -->\n```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     assert len({name for name, _ in found}) == len(found)
     return dict(found)
+
+
+def without_stand_ins(code: str) -> str:
+    """Return a program without its model, its batches and its loss, and without the group that it begins."""
+    lines = code.splitlines()
+    for node in reversed(ast.parse(code).body):
+        made = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        is_group = "init_process_group" in (ast.get_source_segment(code, node) or "")
+        is_loss = isinstance(node, ast.FunctionDef) and node.name == "loss_of"
+        if is_group or is_loss or made == {"model", "loader"}:
+            del lines[node.lineno - 1 : node.end_lineno]
+    return "\n".join(lines)
 
 
 def run_on(page: Path, name: str, /, **given):
@@ -48,4 +64,6 @@ def names_given(code: str) -> set[str]:
 
 def run_on_names(page: Path, name: str, names: dict[str, Any]):
     """Run a recipe of a page in a dictionary of names, which has those that it makes as soon as it makes them."""
-    exec(compile(blocks_on(page)[name], f"{page.name}: {name}", "exec"), names)
+    code = blocks_on(page)[name]
+    code = without_stand_ins(code) if "-" in name else code
+    exec(compile(code, f"{page.name}: {name}", "exec"), names)
