@@ -54,6 +54,10 @@ LEARNT = {
     "cupy": "assert [report.skipped for report in scaler.history] == [True, False, False]\n"
     "assert optimizer.weights[0].get().tolist() == [0.25] * 3\n",
     "mpi": "assert comm.size == 2 and abs(optimizer.weights - np.float32([1, -2, 3, -4])).max() < 0.01\n",
+    "jax-shard-map": "assert mesh.size == 2 and gradscale_jax.verdict_of(opt_state).counts()['overflow'] == 1\n"
+    "assert abs(params['w'] - 1).max() < 0.2\n",
+    "jax-nnx": "assert gradscale_jax.verdict_of(optimizer.opt_state).counts()['overflow'] == 1\n"
+    "assert abs(model.kernel[...] - 1).max() < 0.2\n",
     "jax-equinox": "assert abs(model.weight - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
     "jax-optax": "assert abs(params['w'] - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
     "mlx": "assert loss.item() < 0.01 and scaler.last_step(trained).reason == 'stepped'\n",
@@ -87,8 +91,9 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
         command = mpi_command(2, program)
     elif name in TORCHRUN:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"} if name == "jax-shard-map" else {}
     # Some of these make hundreds of a host's loops.
-    completed = ran(*command, folder=tmp_path, seconds=280, **mpi_environment())
+    completed = ran(*command, folder=tmp_path, seconds=280, **(mpi_environment() | devices))
     assert completed.returncode == 0, completed.stderr
     if name.startswith("trainers-"):
         assert re.search(r"^check_trainer: (15|19|2\d) runs$", completed.stderr, re.MULTILINE), completed.stderr
