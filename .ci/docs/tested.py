@@ -1,6 +1,6 @@
-"""Write the table of what is tested on which library into the guide, from the tests that there are.
+"""Write the table of what is tested on which library into its page, from the tests that there are.
 
-With ``--check`` it writes nothing, and says whether the table in the guide is that of the tests.
+With ``--check`` it writes nothing, and says whether the table on the page is that of the tests.
 """
 
 import ast
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "gradscale" / "README.md"
+PAGE = ROOT / "gradscale" / "TESTED.md"
 TABLE = re.compile(r"(?<=<!-- made by .ci/docs/tested.py -->\n)(\|.*\n)*")
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from libraries import opened  # noqa: E402
@@ -93,8 +93,8 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    written = GUIDE.read_text()
+    written = PAGE.read_text()
     made = TABLE.sub(table(), written)
     if "--check" in sys.argv:
-        sys.exit(None if made == written else f"{GUIDE.name} has another table: python .ci/docs/tested.py")
-    GUIDE.write_text(made)
+        sys.exit(None if made == written else f"{PAGE.name} has another table: python .ci/docs/tested.py")
+    PAGE.write_text(made)
