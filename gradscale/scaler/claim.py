@@ -290,18 +290,22 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
     if not scaled and presence >= Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by, by_loss = Reason.NOT_SCALED, None, False
     verdict = Verdict(reason, by, nonfinite, local_nonfinite, bool(limits & 1), scale)
-    if presence == Presence.SOME and scaled == Scaled.WITH_VALUES and not (by_loss or limits > 1):
-        # As in nearly all steps.
-        return verdict
+    # In nearly all steps nothing else is to be said.
+    is_usual = presence == Presence.SOME and scaled == Scaled.WITH_VALUES and not by_loss and limits <= 1
+    return verdict if is_usual else _with_details(verdict, flags, by_loss=by_loss)
+
+
+def _with_details(verdict: Verdict, flags: Flags, *, by_loss: bool) -> Verdict:
+    """Return a verdict with what the flags say besides."""
+    _, limits, presence, scaled, _ = flags
+    refusal = Reason.REFUSED + presence - Presence.REFUSED
     return verdict._replace(
         is_idle=not scaled and presence == Presence.ZEROS,
         is_unscaled=scaled == Scaled.BEFORE and presence > Presence.NONE,
         by_loss=by_loss,
         gives_up=limits > 1,
         lacks_values=scaled == Scaled.NOW and presence > Presence.NONE,
-        refusal=Reason(Reason.REFUSED + presence - Presence.REFUSED)
-        if presence >= Presence.REFUSED
-        else Reason.STEPPED,
+        refusal=Reason(refusal) if presence >= Presence.REFUSED else Reason.STEPPED,
     )
 
 
