@@ -72,13 +72,7 @@ def _fused_step(step: Step) -> Iterator[None]:
     """Step an optimizer that skips in its kernel by ``found_inf``. No host read if the verdict may come later."""
     optimizer: Any = step.optimizer
     iteration, progress = step.iteration, step.progress
-    if progress.stage.is_ready:
-        iteration.unscale(progress, optimizer, divides=False, then=Stage.STEPPING)
-    if progress.pending is None:
-        # They could not be unscaled before.
-        iteration.verdict(progress)
-    pending = progress.pending
-    assert pending is not None
+    pending = _judged(step)
     findings, state = pending.findings, pending.state
     target = state.scale.device
     fresh = _without_momentum(optimizer)
@@ -106,6 +100,18 @@ def _fused_step(step: Step) -> Iterator[None]:
     if is_late:
         pending.start_reading()
     _note_left_scaled(step)
+
+
+def _judged(step: Step) -> PendingVerdict:
+    """Return the verdict on gradients, which are judged now if they are not yet, and divided by the optimizer."""
+    iteration, progress = step.iteration, step.progress
+    if progress.stage.is_ready:
+        iteration.unscale(progress, step.optimizer, divides=False, then=Stage.STEPPING)
+    if progress.pending is None:
+        # They could not be unscaled before, which raises.
+        iteration.verdict(progress)
+    assert progress.pending is not None
+    return progress.pending
 
 
 def _may_be_late(step: Step, pending: PendingVerdict, *, has_fresh_momentum: bool) -> bool:

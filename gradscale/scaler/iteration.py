@@ -292,10 +292,7 @@ class Iteration:
         has_values = has_values or self.judge.has_values(progress, optimizer, has_norm=collection.has_norm)
         if not groups:
             # Over a group another rank may have the loss.
-            if source.scaled is Scaled.BEFORE:
-                self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
-            if self.guard is not None and not progress.refused:
-                self.judge.note_values(has_values=has_values)
+            self._warn_alone(progress, optimizer, source, has_values=has_values)
         is_first = progress.stage.is_ready
         findings = self._divide(progress, optimizer, gradients, source.state)
         try:
@@ -321,13 +318,20 @@ class Iteration:
             self.mistakes.warn_of_half(type(optimizer).__name__, findings.narrow)
         return findings.norm
 
+    def _warn_alone(self, progress: Progress, optimizer: Optimizer, source: Source, *, has_values: bool) -> None:
+        """Warn of gradients whose loss was not scaled, and of a step that has nothing to be judged by."""
+        if source.scaled is Scaled.BEFORE:
+            self.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
+        if not progress.refused:
+            self.judge.note_values(has_values=has_values)
+
     def _collect(
         self, progress: Progress, optimizer: Optimizer, request: Request | None, *, divides: bool
     ) -> Collection:
         """Return an optimizer's gradients, or the norm that the program has clipped them by."""
         groups, micro = self.agreement.usable_groups(), self.micro.of(optimizer)
         norm = None if progress.inputs is None else progress.inputs.norm
-        if progress.stage.is_ready and micro.dropped and not micro.kept:
+        if micro.are_all_dropped and progress.stage.is_ready:
             progress.refused = max(progress.refused, Reason.REFUSED)
         try:
             if request is None:
@@ -432,11 +436,7 @@ class Iteration:
             if progress.refused:
                 pending.refuse(claims.reason_code(progress.refused, self.agreement.rank()))
         try:
-            if pending.groups:
-                self.messages.read_before(pending)
-            verdict = (pending.verdict if pending.override is None else None) or pending.read()
-            if pending.is_judged_late and progress.optimizer is not None:
-                verdict = self.judge.judge_late(progress, progress.optimizer, pending)
+            verdict = self._read(progress, pending)
         except OF_ALL_RANKS as error:
             self.agreement.fail(error)
             raise
@@ -445,6 +445,15 @@ class Iteration:
             self.scaling.forbid_unscaled(progress, " on any rank")
         if verdict.is_unscaled and pending.groups:
             self.mistakes.tell_of_no_scale(self.number, "all ranks")
+        return verdict
+
+    def _read(self, progress: Progress, pending: PendingVerdict) -> Verdict:
+        """Read a verdict after those that were sent before it, and judge what the host has read with it."""
+        if pending.groups:
+            self.messages.read_before(pending)
+        verdict = (pending.verdict if pending.override is None else None) or pending.read()
+        if pending.is_judged_late and progress.optimizer is not None:
+            return self.judge.judge_late(progress, progress.optimizer, pending)
         return verdict
 
     def request(self, optimizer: Optimizer, clipping: Clipping) -> Request:

@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
@@ -46,6 +46,22 @@ class RunEndError(Exception):
     """A run has ended too soon: whether it hangs, on which rank, in which step, and in words."""
 
 
+def _forbid_end(run: Run, index: int, ends: Sequence[str], cause: Exception | None) -> None:
+    """Raise if a rank has ended a run in a step, by what each rank says of it."""
+    # A rank may hang because another one has raised.
+    bad = [rank for verb in ("hangs", "raises") for rank, end in enumerate(ends) if end.startswith(verb)]
+    if not bad:
+        return
+    words = "; ".join(f"rank {rank} {end or 'ends it'}" for rank, end in enumerate(ends))
+    words += " (does one rank alone skip, or return?)" if "" in ends else ""
+    place = "the making of a trainer" if index < 0 else f"step {index}"
+    is_hang, text = ends[bad[0]].startswith("hangs"), f"{run.text}, in {place}: {words}"
+    if run.kind in ("clean", LEFT_OUT) and not is_hang:
+        msg = f"a trainer must end a run that has no bad step, got {text}"
+        raise InvalidTypeError(msg) from cause
+    raise RunEndError(is_hang, bad[0], index, text) from cause
+
+
 class Loop(NamedTuple):
     """A training loop, and where it runs."""
 
@@ -68,18 +84,7 @@ class Loop(NamedTuple):
             except Exception as error:
                 verb = "hangs" if isinstance(error, TimeoutError) else "raises"
                 end, cause = one_line(f"{verb}: {type(error).__name__}: {error}"), error
-            ends = self.channel.exchange(end)
-            # A rank may hang because another one has raised.
-            bad = [rank for verb in ("hangs", "raises") for rank, end in enumerate(ends) if end.startswith(verb)]
-            if bad:
-                words = "; ".join(f"rank {rank} {end or 'ends it'}" for rank, end in enumerate(ends))
-                words += " (does one rank alone skip, or return?)" if "" in ends else ""
-                place = "the making of a trainer" if index < 0 else f"step {index}"
-                is_hang, text = ends[bad[0]].startswith("hangs"), f"{run.text}, in {place}: {words}"
-                if run.kind in ("clean", LEFT_OUT) and not is_hang:
-                    msg = f"a trainer must end a run that has no bad step, got {text}"
-                    raise InvalidTypeError(msg) from cause
-                raise RunEndError(is_hang, bad[0], index, text) from cause
+            _forbid_end(run, index, self.channel.exchange(end), cause)
         if run.kind == "clean" and not any(self.channel.exchange(states[0] != states[-1])):
             msg = f"state() must change from step to step, got the same one after {self.steps} steps"
             raise InvalidValueError(msg)

@@ -350,7 +350,8 @@ RANKS = [
 
 @pytest.mark.parametrize("case", RANKS, ids=lambda case: case.make.__name__)
 def test_a_loop_whose_ranks_do_not_go_together_is_found(case: Case):
-    report = check(case.make, 2, timeout=0.5, kinds=["nan"])
+    # On a busy machine a step of those that do not hang may take a while.
+    report = check(case.make, 2, timeout=2.0 if case.rule == 4 else 60.0, kinds=["nan"])
     expect(report, case)
     if case.rule == 4:
         (fault,) = report.faults
@@ -372,10 +373,10 @@ def test_a_micro_batch_that_is_left_out_and_counted_is_found():
 
 
 def test_a_step_that_hangs_is_told():
-    report = check(Waits, timeout=0.2)
+    report = check(Waits, timeout=1.0)
     (fault,) = report.faults
     assert (fault.rule, fault.kind, fault.rank, fault.step, fault.part) == (4, "nan", 0, 0, "")
-    assert str(fault) == "rule 4: after the NaN of step 0, in step 0: rank 0 hangs: no answer within 0.2 s"
+    assert str(fault) == "rule 4: after the NaN of step 0, in step 0: rank 0 hangs: no answer within 1 s"
 
 
 def test_the_report_says_what_differs_first_and_all_of_it_is_raised():

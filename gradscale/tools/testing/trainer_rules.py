@@ -244,17 +244,13 @@ def _compare(
     exempt: Sequence[str],
 ) -> Iterator[TrainerFault]:
     """Yield the fault of a run that is like none of others at its end: what differs first."""
-    found: list[Any] = []
+    firsts: list[Any] = []
     for other, text in others.items():
-        ours, theirs = states(run), states(other)
-        is_same = not differences(ours[-1], theirs[-1], rtol, exempt)
-        by_step = () if is_same else (differences(*pair, rtol, exempt) for pair in zip(ours, theirs, strict=True))
-        first = next(((index, len(parts), parts[:2]) for index, parts in enumerate(by_step, -1) if parts), None)
-        firsts = [(*first, rank) for rank, first in enumerate(channel.exchange(first)) if first]
-        if not firsts:
+        first = _first_difference(channel, states(run), states(other), rtol, exempt)
+        if first is None:
             return
-        found.append((*min(firsts), text))
-    index, _, ((part, our, their), *following), rank, text = max(found, key=lambda one: (one[0], -one[1]))
+        firsts.append((*first, text))
+    index, _, ((part, our, their), *following), rank, text = max(firsts, key=lambda one: (one[0], -one[1]))
     moments = run.bad if run.saved_after is None else (run.saved_after,)
     late = "" if index in moments else f" and step {index}"
     of_rank = f" of rank {rank}" if channel.size > 1 and rank != run.rank else ""
@@ -264,6 +260,16 @@ def _compare(
     line += "".join(f"; `{name}` differs next" for name, *_ in following)
     step = index if index in moments or not moments else moments[-1]
     yield TrainerFault(run.rule, run.kind, rank if run.rank is None else run.rank, step, part, line)
+
+
+def _first_difference(
+    channel: SideChannel, ours: list[State], theirs: list[State], rtol: float, exempt: Sequence[str]
+) -> tuple[int, int, list[Any], int] | None:
+    """Return the step, how many parts differ, the first two of them, and the rank; None if all ranks end alike."""
+    is_same = not differences(ours[-1], theirs[-1], rtol, exempt)
+    by_step = () if is_same else (differences(*pair, rtol, exempt) for pair in zip(ours, theirs, strict=True))
+    first = next(((index, len(parts), parts[:2]) for index, parts in enumerate(by_step, -1) if parts), None)
+    return min(((*first, rank) for rank, first in enumerate(channel.exchange(first)) if first), default=None)
 
 
 def _cause(part: str, value: str, is_late: bool) -> str:
