@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-import torch
+from axes_torch import GradScaler, torch
 
 from gradscale import CallOrderError
-from gradscale_torch import GradScaler
+
+pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
 
