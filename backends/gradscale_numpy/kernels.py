@@ -84,7 +84,7 @@ def _unscale_one(source: Array, out: Array, inverse: np.float32, unscale_block: 
     arithmetic = pair[0].dtype.newbyteorder("=") if pair[0].dtype.itemsize > _SINGLE.itemsize else _SINGLE
     factor = np.asarray(inverse, arithmetic)
     finite = True
-    for blocks in _blocks(*pair, writes=True):
+    for blocks in _blocks(_BLOCK, *pair):
         source_block, out_block = blocks[0], blocks[-1]
         is_block_finite = unscale_block(source_block, out_block, inverse)
         if is_block_finite is None:
@@ -106,7 +106,7 @@ def squared_norm(arrays: Sequence[Array]) -> float:
     with np.errstate(all="ignore"):
         gathered = (np.concatenate(part, axis=None) for group in small.values() for part in _parts_of(group, SMALL))
         for array in itertools.chain(large, gathered):
-            for (block,) in _blocks(_parts(array), writes=False):
+            for (block,) in _blocks(_BLOCK, _parts(array)):
                 wide = block.astype(_DOUBLE)
                 total += float(np.multiply(wide, wide, wide).sum())
     return total
@@ -150,13 +150,27 @@ def _parts(array: Array) -> Array:
     return array[..., np.newaxis].view(np.empty(0, array.dtype).real.dtype) if array.dtype.kind == "c" else array
 
 
-def _blocks(*arrays: Array, writes: bool) -> Iterator[Sequence[Array]]:
-    """Cut arrays of one shape into 1-d blocks, in the order of their memory; a block of the last may be written."""
-    modes: Any = [["readonly"]] * (len(arrays) - 1) + [["readwrite" if writes else "readonly"]]
-    blocks: Any = np.nditer(arrays, ["external_loop", "buffered", "zerosize_ok"], modes, buffersize=_BLOCK)
-    with blocks:
-        for block in blocks:
-            yield block if len(arrays) > 1 else (block,)
+def _blocks(size: int, *arrays: Array) -> Iterator[Sequence[Array]]:
+    """Cut arrays of one shape into blocks of at most `size` elements, along the axis with the longest stride first."""
+    if all(x.flags.c_contiguous for x in arrays):
+        arrays = tuple(x.reshape(-1) for x in arrays)
+    elif all(x.flags.f_contiguous for x in arrays):
+        arrays = tuple(x.T.reshape(-1) for x in arrays)
+    out = arrays[-1]
+    if out.size <= size:
+        yield arrays
+        return
+    longer = [axis for axis in range(out.ndim) if out.shape[axis] > 1]
+    axis = max(longer, key=lambda axis: abs(out.strides[axis]))
+    length = out.shape[axis]
+    step = max(1, length * size // out.size)
+    for start in range(0, length, step):
+        block = (slice(None),) * axis + (slice(start, start + step),)
+        blocks = tuple(x[block] for x in arrays)
+        if out.ndim == 1:
+            yield blocks
+        else:
+            yield from _blocks(size, *blocks)
 
 
 def _widen_finite_half(source: Array, out: Array, inverse: np.float32) -> bool | None:
