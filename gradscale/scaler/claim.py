@@ -69,6 +69,9 @@ _CLOSE = 2**13
 # Numbers that hardly another message holds in this place, and its negative in the other; MAX keeps _DETAILS.
 _USUAL, _CARRYING, _DETAILS = 0x47534D30, 0x47534D31, 0x47534D32
 
+# Of a float32.
+_BITS_OF_ONE = 0x3F800000
+
 _RANK_BITS = 20
 _LAST_RANK = (1 << _RANK_BITS) - 1
 # Of a reason_code below the reason: the rank, and above it two bits for its own loss.
@@ -346,9 +349,12 @@ def pack_arrays(
 def pack_alone(backend: Backend, state: ScaleState, flags: Flags, words: Sequence[Array]) -> Array:
     """Return what the host reads if it decides alone, 1-d int32: the flags that it does not know, the state, words."""
     xp = array_namespace(state.scale)
-    unknown = [x for x in flags if not isinstance(x, int)]
     fields = state_fields(state, backend.bits(state.scale))
-    return xp.concat([*map(_as_int32, (*unknown, *fields, *words))])
+    for flag in reversed([x for x in flags if not isinstance(x, int)]):
+        # To cast may be a launch, and the bits of a float say as much.
+        bits = backend.bits(flag) if flag.dtype == xp.float32 else flag
+        fields.insert(0, xp.astype(flag, xp.int32) if bits is None or bits.dtype != xp.int32 else bits)
+    return xp.concat([xp.reshape(x, (-1,)) for x in (*fields, *words)])
 
 
 def _as_int32(x: Array) -> Array:
@@ -362,7 +368,8 @@ def unpack_alone(flags: Flags, values: Sequence[int]) -> tuple[Flags, Sequence[i
     unknown = iter(values)
     flags = Flags(*(x if isinstance(x, int) else next(unknown) for x in flags))
     rest = [*unknown]
-    return flags, rest[: _HASH - _SCALE], rest[_HASH - _SCALE :]
+    is_float = flags.nonfinite == _BITS_OF_ONE
+    return flags._replace(nonfinite=1) if is_float else flags, rest[: _HASH - _SCALE], rest[_HASH - _SCALE :]
 
 
 def pack_values(words: Sequence[int], values: Sequence[int], stage: int = _CARRYING) -> list[int]:
