@@ -72,7 +72,7 @@ def _fused_step(step: Step) -> Iterator[None]:
     """Step an optimizer that skips in its kernel by ``found_inf``. No host read if the verdict may come later."""
     optimizer: Any = step.optimizer
     iteration, progress = step.iteration, step.progress
-    pending = _judged(step)
+    pending = _pending_verdict(step)
     findings, state = pending.findings, pending.state
     target = state.scale.device
     fresh = _without_momentum(optimizer)
@@ -102,7 +102,7 @@ def _fused_step(step: Step) -> Iterator[None]:
     _note_left_scaled(step)
 
 
-def _judged(step: Step) -> PendingVerdict:
+def _pending_verdict(step: Step) -> PendingVerdict:
     """Return the verdict on gradients, which are judged now if they are not yet, and divided by the optimizer."""
     iteration, progress = step.iteration, step.progress
     if progress.stage.is_ready:

@@ -336,7 +336,7 @@ class Iteration:
         try:
             if request is None:
                 request = self._request_of_step(optimizer, divides=divides, has_groups=len(groups) > 0)
-            gradients = self._collected(optimizer, request, norm)
+            gradients = self._gradients_of(optimizer, request, norm)
             is_averaged = len(groups) > 0 and not gradients.groups and self.parts.clipping.norm_over != "group"
             checksum = checksum_of(self.current, optimizer) if micro.dropped and is_averaged else ""
         except Exception:
@@ -396,7 +396,7 @@ class Iteration:
         flags = Flags(findings.nonfinite, 2 * is_last, presence, scaled, progress.code)
         return PendingVerdict(self.current, agreement, findings, source.state, flags, groups, claim, loss)
 
-    def _collected(self, optimizer: Optimizer, request: Request, norm: Array | float | None) -> Collected:
+    def _gradients_of(self, optimizer: Optimizer, request: Request, norm: Array | float | None) -> Collected:
         """Return an optimizer's gradients, or the norm that the program has clipped them by."""
         adapter = self.current.adapter
         if norm is None:

@@ -92,11 +92,11 @@ class Scaling:
         """Return where an optimizer's gradients come from; CallOrderError alone, if no loss of theirs was scaled."""
         current = self._current
         if self.has_scaled:
-            return Source(self.closure_state or self.state or self.in_force(like))
+            return Source(self.in_force(like))
         presence = self._unscaled_presence(progress, optimizer, has_groups=has_groups)
         if presence is Presence.SOME and not has_groups:
             self.forbid_unscaled(progress)
-        state = self.closure_state or self.state or current.state or self.in_force(like)
+        state = self.in_force(like)
         if presence is not None:
             return Source(state, Scaled.NEVER, presence)
         is_excused = progress.refused or current.adapter.is_replayed or current.is_one(state)

@@ -79,9 +79,7 @@ class Step:
             elif self.closure is None:
                 if self._unscale is not None and progress.stage.is_ready:
                     with within_the_step(iteration):
-                        self._unscale(optimizer)
-                    if progress.stage.is_ready:
-                        progress.take_for_unscaled()
+                        self._call_unscale(self._unscale)
                     progress.begin_step()
                 self.verdict = iteration.verdict_for_step(progress, optimizer)
                 self.calls_optimizer = not self.verdict.reason
@@ -123,6 +121,12 @@ class Step:
                 self.verdict = self.iteration.decline(self.progress, self.verdict)
             self._record(self)
         return is_over
+
+    def _call_unscale(self, unscale: Callable[[Optimizer], object]) -> None:
+        """Call an ``unscale_`` that a class has overridden, perhaps without a call of ours."""
+        unscale(self.optimizer)
+        if self.progress.stage.is_ready:
+            self.progress.take_for_unscaled()
 
     def _require_arguments(self, error: TypeError) -> None:
         """Raise InvalidTypeError if the optimizer's step needs other arguments."""
@@ -166,9 +170,7 @@ class Step:
             with iteration.inside_closure():
                 loss = closure(*args, **kwargs)
                 if self._unscale is not None and progress.stage.is_ready:
-                    self._unscale(self.optimizer)
-                    if progress.stage.is_ready:
-                        progress.take_for_unscaled()
+                    self._call_unscale(self._unscale)
                 verdict = self.verdict = iteration.verdict_for_step(progress, self.optimizer, Stage.JUDGED)
             keeps_scale = verdict.reason in KEEPS_SCALE
             if keeps_scale and self._completed:

@@ -44,7 +44,7 @@ def _values(x: Any) -> Sequence[Any]:
 
 def differences(ours: State, theirs: State, rtol: float, exempt: Iterable[str]) -> list[tuple[str, str, str]]:
     """Return the name of each part in which two states differ, and the first values that do, as text."""
-    found = []
+    rows = []
     for name in [name for name in theirs | ours if not any(word in name.lower() for word in exempt)]:
         (form, a), (their_form, b) = ours.get(name, ("absent", [])), theirs.get(name, ("absent", []))
         # Sums in another order differ by the size of what is summed, which may cancel.
@@ -52,11 +52,11 @@ def differences(ours: State, theirs: State, rtol: float, exempt: Iterable[str]) 
         places = range(min(len(a), len(b))) if repr(a) != repr(b) else ()
         unequal = [place for place in places if not _is_same(a[place], b[place], limit)]
         if form != their_form:
-            found.append((name, form, their_form))
+            rows.append((name, form, their_form))
         elif unequal:
             where = f" at element {unequal[0]}" if len(a) > 1 else ""
-            found.append((name, f"{a[unequal[0]]!r}{where}", f"{b[unequal[0]]!r}"))
-    return found
+            rows.append((name, f"{a[unequal[0]]!r}{where}", f"{b[unequal[0]]!r}"))
+    return rows
 
 
 def _is_same(a: Any, b: Any, limit: float) -> bool:
