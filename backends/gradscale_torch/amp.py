@@ -432,7 +432,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         current = _current(self)
         current.materialize(torch.empty((), device=dev))
         current.mark_adapted()
-        iteration_of(self).mistakes.allow_unscaled_loss()
+        iteration_of(self).parts.mistakes.allow_unscaled_loss()
 
     _lazy_init_scale_growth_tracker = _not_called("_lazy_init_scale_growth_tracker", _make_state)
 
@@ -462,7 +462,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     @property
     def _judges_losses(self) -> bool:
-        guard = iteration_of(self).guard
+        guard = iteration_of(self).judge.guard
         return guard is not None and "loss" in guard.rule.of
 
     def _join(self) -> None:

@@ -204,7 +204,7 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
         self[key].update(fields)
 
     def __delitem__(self, key: int) -> None:
-        iteration_of(self.scaler).forget(key)
+        self._forget(key)
 
     def get(self, key: int, default: Any = None) -> Any:
         """Return a state without adding one, as torch's defaultdict."""
@@ -222,7 +222,13 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
 
     def clear(self) -> None:
         """Begin the iteration again."""
-        iteration_of(self.scaler).forget()
+        self._forget()
+
+    def _forget(self, key: int | None = None) -> None:
+        iteration = iteration_of(self.scaler)
+        # Agreements that are under way are finished first.
+        iteration.read_verdicts()
+        iteration.progresses.forget(key)
 
     def __iter__(self) -> Iterator[int]:
         return iter(iteration_of(self.scaler).progresses.ids())

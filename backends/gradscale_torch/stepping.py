@@ -152,7 +152,7 @@ def _grad_scaler_step(step: Step) -> Iterator[None]:
     with within_the_step(iteration):
         yield
     if progress.refused:
-        iteration.forbid_untold_refusal(progress, step.optimizer)
+        iteration.messages.forbid_untold_refusal(progress, step.optimizer)
     if progress.pending is not None and progress.pending.is_begun:
         step.verdict = iteration.verdict(progress)
     else:

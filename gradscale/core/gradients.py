@@ -93,6 +93,10 @@ class Request(NamedTuple):
     """Whether the host reads the verdict at once, so that gradients may be divided and clipped by numbers then."""
 
 
+UNSCALING = Request()
+"""Divide and judge; do not clip."""
+
+
 class DeferredClip(Protocol):
     """Gradients that are divided and clipped only if the verdict is to step."""
 

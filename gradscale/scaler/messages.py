@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from gradscale.core.gradients import Request
+from gradscale.core.gradients import UNSCALING
 from gradscale.core.protocols import Array, Collectives, Optimizer
 from gradscale.scaler import claim as claims
-from gradscale.scaler.claim import Claim, Purpose
+from gradscale.scaler.claim import PROGRAM_CALLS, Claim, Purpose, Reason, Verdict
 from gradscale.scaler.collaborators import Collaborators
+from gradscale.scaler.order import wrong_order
+from gradscale.scaler.progress import Progress
 from gradscale.scaler.scaling import Scaling
 from gradscale.scaler.verdict import PendingVerdict
-
-UNSCALING = Request()
-"""Divide and judge; do not clip."""
 
 
 class Messages:
@@ -23,7 +22,7 @@ class Messages:
     _number = 0
 
     def __init__(self, iteration: int, parts: Collaborators, scaling: Scaling) -> None:
-        self._iteration, self._parts, self._scaling = iteration, parts, scaling
+        self.iteration, self._parts, self._scaling = iteration, parts, scaling
         # Over groups, with an answer that may still be to read.
         self._sent: list[PendingVerdict] = []
 
@@ -56,7 +55,7 @@ class Messages:
         is_step = call is Purpose.STEP
         return Claim(
             call=call,
-            iteration=self._iteration,
+            iteration=self.iteration,
             message=self._number - 1,
             optimizer=label.number,
             scaler=agreement.number_over(groups[0]),
@@ -72,12 +71,40 @@ class Messages:
         """Note a verdict whose message was sent."""
         self._sent.append(pending)
 
-    def read_before(self, pending: PendingVerdict) -> None:
-        """Read the verdicts that were sent before one: a rank that could not unscale sends none after its failure."""
+    def read(self, pending: PendingVerdict) -> Verdict:
+        """Read a verdict after those that were sent before it, since a rank that fails sends none after its failure."""
         while pending.is_unread and self._sent and self._sent[0] is not pending:
             if self._sent[0].is_unread:
                 self._sent[0].read()
             del self._sent[0]
+        return (pending.verdict if pending.override is None else None) or pending.read()
+
+    def read_late(self, *, waits: bool = False) -> None:
+        """Read late verdicts that have arrived, or all: ranks may differ, and each has a scale for ``note_scale``."""
+        parts = self._parts
+        for step in parts.reports.poll(waits=waits):
+            with parts.agreement.failing():
+                verdict = step.pending.read()
+            has_gradients = verdict.reason is not Reason.NO_GRADIENTS
+            if has_gradients:
+                # First, since warnings may be errors.
+                parts.tally.note(step.report(), step.position)
+            if verdict.is_unscaled and step.pending.groups:
+                parts.mistakes.tell_of_no_scale(step.iteration, "all ranks")
+            if verdict.lacks_values and parts.guard is not None:
+                parts.mistakes.warn_of_no_values(parts.guard.rule.of)
+            if not has_gradients:
+                parts.mistakes.tell_of_no_gradients()
+
+    def forbid_untold_refusal(self, progress: Progress, optimizer: Optimizer) -> None:
+        """Raise CallOrderError for a refusal that no message tells the other ranks."""
+        if progress.pending is not None and progress.pending.is_placeholder and self.groups_for(optimizer):
+            wrong_order(
+                f"{PROGRAM_CALLS[progress.refused]} was called for an optimizer whose framework judges the gradients "
+                "by itself, of which no message tells the other ranks: let the framework's own flags skip the step "
+                "on all ranks",
+                self.iteration,
+            )
 
     def tell_of_failure(self, optimizer: Optimizer, steps: int) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
@@ -97,5 +124,5 @@ class Messages:
             scale = self._scaling.in_force(like).scale
             sent = current.state_adapter.integers(claims.pack_failure(claims.hash_of(claim), agreement.rank()), scale)
             with agreement.failing():
-                ballot = agreement.send(groups, sent, self._iteration, claim)
+                ballot = agreement.send(groups, sent, self.iteration, claim)
                 ballot.verdict(*ballot.read(current.state_adapter), current.policy)

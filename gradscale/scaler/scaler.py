@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver
 from gradscale.core.backend import Backend
-from gradscale.core.gradients import Request
+from gradscale.core.gradients import UNSCALING, Request
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Group, Namespace, Optimizer
 from gradscale.core.snapshot import Snapshot
@@ -37,7 +37,6 @@ from gradscale.scaler.diagnosis.report import OverflowReport
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
 from gradscale.scaler.iteration import Iteration
-from gradscale.scaler.messages import UNSCALING
 from gradscale.scaler.micro_batches import MicroBatches
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, with_options
@@ -45,7 +44,7 @@ from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepRe
 from gradscale.scaler.scale import CurrentScale, checked_scale
 from gradscale.scaler.stall import Tally, raise_or_warn
 from gradscale.scaler.stepper import Step
-from gradscale.scaler.update import Update
+from gradscale.scaler.update import Update, iteration_after_load
 
 _Outputs = TypeVar("_Outputs")
 
@@ -284,7 +283,7 @@ class GradScaler:
             iteration, clipping = self._iteration, self._parts.clipping
             if max_norm is not None or norm_over is not None:
                 clipping = checked_clipping(max_norm, norm_over)
-            request = UNSCALING if clipping.max_norm is None else iteration.request(optimizer, clipping)
+            request = UNSCALING if clipping.max_norm is None else iteration.collector.request(optimizer, clipping)
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
 
     def step(
@@ -344,7 +343,7 @@ class GradScaler:
         if not self._enabled:
             report = StepReport(False, 1.0, 0, "disabled", self._iteration.number, batch=inputs and inputs.batch)
             self._parts.reports.record(optimizer, report)
-            self._iteration.micro = MicroBatches()
+            self._iteration.micro_batches.forget()
             if self._parts.clipping.max_norm is not None:
                 if callable(kwargs.get("closure", next(iter(args), None))):
                     msg = "a disabled scaler clips before the step, got a closure: clip in the closure itself"
@@ -421,7 +420,8 @@ class GradScaler:
             parts, ended = self._parts, self._iteration
             update = Update(ended, new_scale)
             self._iteration, reports = update.next_iteration()
-            parts.tally.drop(0 if ended.micro.stepped else ended.micro.dropped)
+            micro_batches = ended.micro_batches.counts
+            parts.tally.drop(0 if micro_batches.stepped else micro_batches.dropped)
             for step, position in reports:
                 parts.tally.note(step, position)
             stalled, gives_up = parts.tally.pop_stalled(is_alone=update.is_alone, gives_up=update.gives_up)
@@ -445,7 +445,7 @@ class GradScaler:
         ``update`` counts a step, and also one that was left out because every rank skips it. Steps that a fused
         optimizer has judged on a device are read now; those of a captured graph do not count.
         """
-        self._iteration.check_late_verdicts(waits=True)
+        self._iteration.messages.read_late(waits=True)
         return dict(self._parts.tally.counts)
 
     def last_step(self, optimizer: Optimizer) -> StepReport:
@@ -659,7 +659,7 @@ class GradScaler:
         # Not those made alone, which a rank that joins has not made, nor those of this iteration that are skipped,
         # which some ranks may leave out.
         steps = iteration.steps_before - iteration.alone_before
-        if not iteration.counts_alone:
+        if not (self._parts.agreement.is_alone and not iteration.progresses.sent_messages()):
             steps += sum(progress.has_stepped for progress in iteration.progresses.all)
         saved = current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks
         return checkpoint.build(checkpoint.Checkpoint(*saved))
@@ -689,7 +689,7 @@ class GradScaler:
             raise CallOrderError(msg)
         loaded = checkpoint.parse(state_dict, self._parts.current.policy)
         current, agreement, reports = self._parts.current, self._parts.agreement, self._parts.reports
-        self._iteration = self._iteration.begin_anew(loaded.iteration, loaded.steps)
+        self._iteration = iteration_after_load(self._iteration, loaded.iteration, loaded.steps)
         agreement.recover()
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
@@ -979,7 +979,7 @@ class StepGuard(ShardedGradScaler):
         """
         value = checked_loss(loss, _A_MICRO_LOSS)
         if not self._enabled:
-            self._iteration.micro = MicroBatches(self.kept + 1)
+            self._iteration.micro_batches.counts = MicroBatches(self.kept + 1)
             return True
         self._end_if_over()
         with call_of(self, "keeps()"):
@@ -988,7 +988,7 @@ class StepGuard(ShardedGradScaler):
     @property
     def kept(self) -> int:
         """How many micro-batches were kept since the last step: what to divide the gradients by."""
-        micro = self._iteration.micro
+        micro = self._iteration.micro_batches.counts
         return 0 if micro.stepped else micro.kept
 
     def update(self, new_scale: float | Array | None = None) -> None:

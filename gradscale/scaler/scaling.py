@@ -43,6 +43,7 @@ class Scaling:
 
     def __init__(self, number: int, parts: Collaborators) -> None:
         self._number, self._current, self._agreement = number, parts.current, parts.agreement
+        self._mistakes = parts.mistakes
 
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Multiply arrays by the scale; a first state begins beside the first one."""
@@ -99,8 +100,12 @@ class Scaling:
         state = self.in_force(like)
         if presence is not None:
             return Source(state, Scaled.NEVER, presence)
-        is_excused = progress.refused or current.adapter.is_replayed or current.is_one(state)
-        return Source(state) if is_excused else Source(state, Scaled.BEFORE)
+        if progress.refused or current.adapter.is_replayed or current.is_one(state):
+            return Source(state)
+        if not has_groups:
+            # Over a group another rank may have the loss.
+            self._mistakes.tell_of_no_scale(self._number, type(optimizer).__name__)
+        return Source(state, Scaled.BEFORE)
 
     def _unscaled_presence(self, progress: Progress, optimizer: Optimizer, *, has_groups: bool) -> Presence | None:
         """Return the presence of gradients whose loss this rank never scaled; a host read each, None for others."""

@@ -13,6 +13,7 @@ from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleErro
 from gradscale.scaler.claim import KEEPS_SCALE, PROGRAM_CALLS, Reason, Verdict
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.order import wrong_order
 from gradscale.scaler.progress import Progress, Stage
 
 # From the default scale, 65536, down to 1.
@@ -64,7 +65,9 @@ class Step:
             iteration.set_inputs(progress, self._inputs, has_closure=self.closure is not None)
         if self.closure is not None:
             if progress.stage.is_unscaled and not progress.closure.was_evaluated:
-                iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
+                wrong_order(
+                    "step() with a closure unscales by itself, and unscale_() was called before", iteration.number
+                )
             progress.begin_closure()
             if "closure" in self.kwargs:
                 self.kwargs = {**self.kwargs, "closure": self._evaluate}
@@ -118,7 +121,7 @@ class Step:
             returned = self.returned
             # As Megatron's optimizers say it.
             if returned is NOT_STEPPED or (isinstance(returned, tuple) and len(returned) > 0 and returned[0] is False):
-                self.verdict = self.iteration.decline(self.progress, self.verdict)
+                self.verdict = self._decline()
             self._record(self)
         return is_over
 
@@ -167,7 +170,7 @@ class Step:
         for attempt in range(_LARGEST_RETRIES + 1):
             self.retries += attempt > 0
             progress.evaluate()
-            with iteration.inside_closure():
+            with self._inside_closure():
                 loss = closure(*args, **kwargs)
                 if self._unscale is not None and progress.stage.is_ready:
                     self._call_unscale(self._unscale)
@@ -176,10 +179,11 @@ class Step:
             if keeps_scale and self._completed:
                 by = "" if iteration.agreement.is_alone else f" on rank {verdict.by}"
                 call = PROGRAM_CALLS[max(verdict.reason, Reason.REFUSED)]
-                iteration.wrong_order(
+                wrong_order(
                     f"{call} was called{by} in evaluation {self._completed + 1} of a closure, and the optimizer has "
                     f"begun its step: restore its parameters from a copy or a checkpoint, and refuse a step in the "
-                    f"closure's first evaluation"
+                    f"closure's first evaluation",
+                    iteration.number,
                 )
             if keeps_scale:
                 raise _SkippedStepError
@@ -201,6 +205,28 @@ class Step:
             f"parameters from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)
+
+    @contextlib.contextmanager
+    def _inside_closure(self) -> Iterator[None]:
+        """Scale and unscale with the state that closures have lowered; forget the losses of one that fails."""
+        iteration, losses = self.iteration, self.iteration.judge.losses
+        try:
+            with iteration.scaling.inside_closure():
+                yield
+        except BaseException:
+            # The closure is evaluated again, or never.
+            iteration.judge.losses = losses
+            raise
+
+    def _decline(self) -> Verdict:
+        """Return the verdict on a step that the optimizer itself has declined; the scale stays as it is."""
+        progress, verdict = self.progress, self.verdict or self.iteration.verdict(self.progress)
+        if not verdict.reason and progress.pending is not None:
+            rank = self.iteration.agreement.rank()
+            verdict = verdict._replace(reason=Reason.REFUSED, by=rank, by_loss=False, saw=True)
+            progress.decline()
+            progress.pending.replace(verdict)
+        return verdict
 
 
 @contextlib.contextmanager

@@ -1,19 +1,21 @@
-"""The end of an iteration: the state is adapted to its verdicts, windows learn, and what is held is saved."""
+"""The end of an iteration: the state is adapted to its verdicts, windows learn, and arrays of ``hold`` are saved."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from gradscale.core.protocols import Array
 from gradscale.errors import ScaleUnderflowError, short_repr
+from gradscale.scaler.agreement import OF_ALL_RANKS
 from gradscale.scaler.claim import PROGRAM_CALLS, Reason, Verdict
 from gradscale.scaler.guard import Guard
 from gradscale.scaler.iteration import Iteration
-from gradscale.scaler.order import INCOMPLETE
+from gradscale.scaler.order import INCOMPLETE, wrong_order
 from gradscale.scaler.progress import Progress, Stage
 from gradscale.scaler.reports import StepReport, UpdateReport, step_report
-from gradscale.scaler.scale import checked_scale
+from gradscale.scaler.scale import checked_scale, copied
 from gradscale.scaler.verdict import PendingVerdict
 
 
@@ -49,8 +51,8 @@ class Update:
             self.report = self._report(pending, verdicts, wanted)
         if wanted is None and is_at_min:
             self.underflow = self._underflow(pending, verdicts)
-        if iteration.guard is not None:
-            self._learn(iteration.guard)
+        if iteration.judge.guard is not None:
+            self._learn(iteration.judge.guard)
         if iteration.parts.snapshots:
             self._hold()
         # Last, since Ctrl-C after it would let the next update adapt the state again.
@@ -75,25 +77,28 @@ class Update:
         for progress in iteration.progresses.all:
             is_left = progress.refused and progress.stage.is_ready
             if is_left and not (iteration.parts.is_guard and iteration.progresses.are_over()):
-                iteration.wrong_order(
+                wrong_order(
                     f"{PROGRAM_CALLS[progress.refused]} was called for an optimizer that was neither unscaled nor "
                     "stepped: call step() of the same object, which then makes no step, or end the iteration with "
-                    "update(get_scale())"
+                    "update(get_scale())",
+                    iteration.number,
                 )
 
     def _forbid(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
         iteration = self._iteration
         if any(progress.is_incomplete for progress in iteration.progresses.all):
-            iteration.wrong_order(INCOMPLETE)
+            wrong_order(INCOMPLETE, iteration.number)
         never = iteration.current.never_scales
         if iteration.scaling.has_scaled or never:
             since = "in this iteration" if never else "since scale(): gradients are still multiplied by the scale"
-            iteration.wrong_order(
+            wrong_order(
                 f"no optimizer was unscaled or stepped by the scaler {since}; call scaler.step(optimizer) in place of "
-                f"optimizer.step(), and before update()"
+                f"optimizer.step(), and before update()",
+                iteration.number,
             )
-        iteration.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
+        what = "update() was called, and nothing was scaled or unscaled since the last update()"
+        wrong_order(what, iteration.number)
 
     def _report(
         self, pending: Sequence[PendingVerdict], verdicts: Sequence[Verdict], wanted: float | None
@@ -111,7 +116,7 @@ class Update:
 
         def report() -> UpdateReport:
             after = current.scale() if wanted is None else wanted
-            rank, counts = iteration.agreement.rank(), iteration.tally.counts
+            rank, counts = iteration.agreement.rank(), iteration.parts.tally.counts
             return UpdateReport(number, before, skipped, rank, tuple(steps), after, counts)
 
         return report
@@ -170,7 +175,7 @@ class Update:
                 if one.is_late and (flag := one.keeps_scale()) is not False:
                     flags.append(flag)
         if iteration.reports.under_way:
-            iteration.check_late_verdicts()
+            iteration.messages.read_late()
         if counts:
             if iteration.before_update is None:
                 iteration.before_update = current.saved()
@@ -192,8 +197,42 @@ class Update:
         alone = ended.alone_before + (steps if self.is_alone and ended.agreement.is_alone else 0)
         following = Iteration(ended.number + 1, parts, ended.steps_before + steps, alone)
         if parts.is_guard and ended.progresses.are_over():
-            following.go_on_from(ended)
+            _go_on(following, ended)
         return following, reports
+
+
+def _go_on(iteration: Iteration, ended: Iteration) -> None:
+    """Go on with the losses of the iteration before, for other optimizers, and with refusals of steps to come."""
+    counts = ended.micro_batches.counts
+    if ended.judge.losses.number or counts.kept or counts.dropped:
+        stepped = ended.progresses.stepped_ids()
+        iteration.judge.losses = ended.judge.losses.of_others(stepped)
+        iteration.micro_batches.counts = counts._replace(stepped=counts.stepped | stepped)
+    for progress in ended.progresses.all:
+        optimizer = progress.optimizer if progress.stage.is_ready else None
+        if optimizer is not None:
+            iteration.progresses.of(optimizer).refused = progress.refused
+
+
+def iteration_after_load(ended: Iteration, number: int, steps: int) -> Iteration:
+    """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved.
+
+    Gradients that nobody has unscaled yet can still be, by the state that they were scaled with. The steps before do
+    not count: ranks that load one checkpoint may have had other numbers of them.
+    """
+    state, current = ended.scaling.state, ended.current
+    if ended.agreement.standing.failure is None:
+        # Other ranks may have seen a difference already, or never come.
+        with contextlib.suppress(*OF_ALL_RANKS):
+            ended.read_verdicts()
+    following = Iteration(number, ended.parts, steps)
+    if not ended.is_at_boundary:
+        current.mark_unused(has_leftovers=not current.is_one(state or current.state))
+    elif state is not None:
+        # The load may write to the arrays of the state.
+        following.scaling.state = copied(state)
+        following.scaling.has_scaled, following.judge.losses = ended.scaling.has_scaled, ended.judge.losses
+    return following
 
 
 def _late_skips(begun: Sequence[Progress]) -> list[Array]:

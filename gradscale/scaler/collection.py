@@ -1,0 +1,117 @@
+"""Collector: what a call asks of an optimizer's gradients, and over which groups they are judged."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradscale.core.gradients import UNSCALING, Collected, Request, UserNorm
+from gradscale.core.protocols import Array, Collectives, Optimizer
+from gradscale.errors import InvalidValueError
+from gradscale.scaler.agreement import exchange_over
+from gradscale.scaler.claim import Purpose, Reason
+from gradscale.scaler.clipping import Clipping
+from gradscale.scaler.collaborators import Collaborators
+from gradscale.scaler.guard import value_of
+from gradscale.scaler.messages import Messages
+from gradscale.scaler.micro_batches import MicroBatches, checksum_of
+from gradscale.scaler.order import DROPPED_DTENSORS, wrong_order
+from gradscale.scaler.progress import Progress
+
+_JUDGING = Request(divides=False)
+
+
+class Collection(NamedTuple):
+    """An optimizer's gradients, and over which groups they are judged."""
+
+    gradients: Collected
+    groups: Sequence[Collectives]
+    max_norm: float | None
+    """What they are clipped to."""
+    has_norm: bool
+    checksum: str
+    """Of gradients that ranks may hold unlike, else empty."""
+
+
+class Collector:
+    """Collects an optimizer's gradients for ``unscale_`` or ``step``."""
+
+    def __init__(self, parts: Collaborators, messages: Messages) -> None:
+        self._parts, self._messages = parts, messages
+
+    def request(self, optimizer: Optimizer, clipping: Clipping) -> Request:
+        """Return what clipping asks for; InvalidValueError for gradients without a norm, before any is modified."""
+        current, agreement = self._parts.current, self._parts.agreement
+        groups = current.adapter.norm_groups(optimizer, self._parts.cache)
+        if not groups and clipping.norm_over == "group":
+            groups = agreement.usable_groups()
+        if not groups:
+            return Request(clipping.max_norm)
+        if len(groups) > 1:
+            msg = (
+                f'norm_over="group" needs one group, got {len(groups)}, of which it is not known which hold parts: '
+                f"call unscale_(optimizer), and clip the gradients by a norm of your own"
+            )
+            raise InvalidValueError(msg)
+        claim = functools.partial(self._messages.next_claim, groups, optimizer, clipping.max_norm, Purpose.NORM)
+        return Request(clipping.max_norm, exchange_over(agreement, current, groups[0], claim))
+
+    def collect(
+        self,
+        progress: Progress,
+        optimizer: Optimizer,
+        request: Request | None,
+        micro_batches: MicroBatches,
+        steps: int,
+        *,
+        divides: bool,
+    ) -> Collection:
+        """Return an optimizer's gradients, or the norm that the program has clipped them by.
+
+        Without a request by what a step wants. A failure is told to the other ranks; ``steps`` as in ``next_claim``.
+        """
+        parts, messages = self._parts, self._messages
+        groups = parts.agreement.usable_groups()
+        norm = None if progress.inputs is None else progress.inputs.norm
+        if micro_batches.are_all_dropped and progress.stage.is_ready:
+            progress.refused = max(progress.refused, Reason.REFUSED)
+        try:
+            if request is None:
+                request = self._request_of_step(optimizer, divides=divides, has_groups=len(groups) > 0)
+            if norm is None:
+                gradients = parts.current.adapter.collect(optimizer, parts.cache, request)
+            else:
+                gradients = self._norm_alone(optimizer, value_of(norm), divides=request.divides)
+            checksum = self._checksum(optimizer, groups, gradients) if micro_batches.dropped else ""
+        except Exception:
+            messages.tell_of_failure(optimizer, steps)
+            raise
+        if micro_batches.ends_dropped and micro_batches.kept and gradients.groups:
+            wrong_order(DROPPED_DTENSORS, messages.iteration)
+        has_norm = request.max_norm is not None or norm is not None
+        return Collection(gradients, groups or gradients.groups, request.max_norm, has_norm, checksum)
+
+    def _request_of_step(self, optimizer: Optimizer, *, divides: bool, has_groups: bool) -> Request:
+        """Return what a step wants of the gradients that it unscales, or has the optimizer unscale."""
+        clipping = self._parts.clipping
+        if clipping.max_norm is None:
+            return UNSCALING if divides else _JUDGING
+        is_read = divides and not has_groups and self._parts.current.adapter.reads_verdict(optimizer)
+        return self.request(optimizer, clipping)._replace(divides=divides, is_read=is_read)
+
+    def _norm_alone(self, optimizer: Optimizer, norm: Array | float, *, divides: bool) -> UserNorm:
+        """Return a norm that stands for gradients that are not looked at."""
+        parts, adapter = self._parts, self._parts.current.adapter
+        groups = adapter.groups_of(optimizer)
+        is_read = parts.agreement.is_alone and not groups and divides and adapter.reads_verdict(optimizer)
+        return UserNorm(norm, lambda: self.example(optimizer), groups, is_read=is_read)
+
+    def _checksum(self, optimizer: Optimizer, groups: Sequence[Collectives], gradients: Collected) -> str:
+        """Return a checksum of gradients that all ranks hold, empty for others."""
+        is_averaged = len(groups) > 0 and not gradients.groups and self._parts.clipping.norm_over != "group"
+        return checksum_of(self._parts.current, optimizer) if is_averaged else ""
+
+    def example(self, optimizer: Optimizer) -> Array | None:
+        """Return one of an optimizer's gradients, beside which a state can be; None without any."""
+        return self._parts.current.adapter.collect(optimizer, self._parts.cache, UNSCALING).like
