@@ -74,7 +74,8 @@ class Collector:
         parts, messages = self._parts, self._messages
         groups = parts.agreement.usable_groups()
         norm = None if progress.inputs is None else progress.inputs.norm
-        if micro_batches.are_all_dropped and progress.stage.is_ready:
+        has_dropped = micro_batches.were_dropped(optimizer)
+        if has_dropped and not micro_batches.kept and progress.stage.is_ready:
             progress.refused = max(progress.refused, Reason.REFUSED)
         try:
             if request is None:
@@ -83,11 +84,11 @@ class Collector:
                 gradients = parts.current.adapter.collect(optimizer, parts.cache, request)
             else:
                 gradients = self._norm_alone(optimizer, value_of(norm), divides=request.divides)
-            checksum = self._checksum(optimizer, groups, gradients) if micro_batches.dropped else ""
+            checksum = self._checksum(optimizer, groups, gradients) if has_dropped else ""
         except Exception:
             messages.tell_of_failure(optimizer, steps)
             raise
-        if micro_batches.ends_dropped and micro_batches.kept and gradients.groups:
+        if has_dropped and micro_batches.ends_dropped and micro_batches.kept and gradients.groups:
             wrong_order(DROPPED_DTENSORS, messages.iteration)
         has_norm = request.max_norm is not None or norm is not None
         return Collection(gradients, groups or gradients.groups, request.max_norm, has_norm, checksum)

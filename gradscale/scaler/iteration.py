@@ -137,16 +137,15 @@ class Iteration:
         """
         if progress.closure.was_evaluated and not self.scaling.is_inside_closure:
             wrong_order(FAILED_CLOSURE, self.number)
-        micro_batches = self.micro_batches.counts.of(optimizer)
+        micro_batches = self.micro_batches.counts
         collection = self.collector.collect(
             progress, optimizer, request, micro_batches, self.steps_before, divides=divides
         )
         gradients, groups, *_ = collection
         source = self.scaling.source_of(progress, optimizer, lambda: gradients.like, has_groups=len(groups) > 0)
-        has_values = is_framework_check or self.judge.has_values(progress, optimizer, has_norm=collection.has_norm)
-        if not groups and not progress.refused:
-            # Over a group another rank may have the loss.
-            self.judge.note_values(has_values=has_values)
+        has_values = is_framework_check or self.judge.check_values(
+            progress, optimizer, has_norm=collection.has_norm, is_alone=not groups
+        )
         # Gradients that are judged a second time have lost their norm.
         judges = progress.stage.is_ready and (self.judge.guard is not None or progress.inputs is not None)
         findings = self._divide(progress, optimizer, gradients, source.state)
@@ -251,7 +250,7 @@ class Iteration:
     def verdict_for_step(self, progress: Progress, optimizer: Optimizer, then: Stage = Stage.STEPPING) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if progress.stage.is_ready:
-            if self.parts.is_guard and self._is_without_array(progress, optimizer):
+            if self.parts.is_guard and self.current.state is None and self._is_without_array(progress, optimizer):
                 self._tell_of_no_gradients(progress, optimizer, 1.0)
                 return Verdict(Reason.NO_GRADIENTS, None, 0, 0, at_min_scale=False, scale=1.0)
             self.unscale(progress, optimizer, then=then)
@@ -284,8 +283,7 @@ class Iteration:
 
     def _is_without_array(self, progress: Progress, optimizer: Optimizer) -> bool:
         """Tell whether a first step has no gradient for a state to be beside, and needs no other rank."""
-        is_first = self.scaling.state is None and self.current.state is None
-        if not is_first or progress.refused or progress.closure.was_evaluated:
+        if progress.refused or progress.closure.was_evaluated:
             return False
         return not self.messages.groups_for(optimizer) and self.collector.example(optimizer) is None
 

@@ -14,7 +14,7 @@ from gradscale.errors import InvalidValueError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import LossFault, Reason, Verdict
 from gradscale.scaler.collaborators import Collaborators
-from gradscale.scaler.guard import Losses, beside, is_nonfinite
+from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite
 from gradscale.scaler.mistakes import no_values
 from gradscale.scaler.progress import Progress
 from gradscale.scaler.verdict import JudgedLoss, PendingVerdict
@@ -39,15 +39,24 @@ class Judge:
             if value is not None:
                 self.losses = self.losses.plus(value)
 
-    def has_values(self, progress: Progress, optimizer: Optimizer, *, has_norm: bool) -> bool:
-        """Tell whether the rule for spikes has a value to judge on this rank, or needs none."""
+    def check_values(self, progress: Progress, optimizer: Optimizer, *, has_norm: bool, is_alone: bool) -> bool:
+        """Tell whether the rule for spikes has a value to judge on this rank, or needs none; ``note_values`` if alone.
+
+        Over a group another rank may have the loss.
+        """
         if self.guard is None:
             return True
+        has_values = self._has_values(self.guard, progress, optimizer, has_norm=has_norm)
+        if is_alone and not progress.refused:
+            self.note_values(has_values=has_values)
+        return has_values
+
+    def _has_values(self, guard: Guard, progress: Progress, optimizer: Optimizer, *, has_norm: bool) -> bool:
         is_own = id(optimizer) not in self.losses.judged
         if progress.refused or progress.closure.has_begun or (self.losses.is_used and is_own):
             return True
         has_value = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
-        return any(has_value[name] for name in self.guard.rule.of)
+        return any(has_value[name] for name in guard.rule.of)
 
     def note_values(self, *, has_values: bool) -> None:
         """Warn of a step of which no rank has a value to judge; of a guard that never had one, InvalidValueError."""

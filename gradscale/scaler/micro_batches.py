@@ -34,14 +34,9 @@ class MicroBatches(NamedTuple):
     stepped: frozenset[int] = frozenset()
     """The ``id()`` of optimizers that were stepped by them in an iteration before."""
 
-    @property
-    def are_all_dropped(self) -> bool:
-        """Whether there were some, and each was dropped."""
-        return self.dropped > 0 and self.kept == 0
-
-    def of(self, optimizer: object) -> MicroBatches:
-        """Return those of an optimizer: none if it was stepped by them."""
-        return MicroBatches() if id(optimizer) in self.stepped else self
+    def were_dropped(self, optimizer: object) -> bool:
+        """Tell whether one of an optimizer's was dropped."""
+        return self.dropped > 0 and id(optimizer) not in self.stepped
 
 
 class MicroBatchLosses:

@@ -8,9 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
-from gradscale.errors import (
-    CallOrderError,
-)
+from gradscale.errors import CallOrderError
 from gradscale.scaler.claim import KEEPS_SCALE, Reason, Verdict
 from gradscale.scaler.diagnosis.report import TABLE_ROWS, OverflowReport
 from gradscale.scaler.inputs import Batch
@@ -165,7 +163,7 @@ class Deferred(NamedTuple):
 
     def report(self) -> StepReport:
         """Read the verdict, and return the report of the step."""
-        return step_report(self.pending.read(), self.iteration, self.pending.rank(), batch=self.batch)
+        return step_report(self.pending.read(), self.iteration, self.pending.rank, batch=self.batch)
 
 
 class Reports:
@@ -254,7 +252,7 @@ class Reports:
 def step_report(
     verdict: Verdict,
     iteration: int,
-    rank: int,
+    rank: Callable[[], int],
     retries: int = 0,
     overflow: OverflowReport | None = None,
     batch: Batch = None,
@@ -275,7 +273,7 @@ def step_report(
         batch,
         verdict.by_loss,
         verdict.loss,
-        rank if verdict.saw and is_skipped else None,
+        rank() if verdict.saw and is_skipped else None,
     )
 
 

@@ -780,7 +780,7 @@ class GradScaler:
         if step.verdict.nonfinite and reports.diagnoses:
             overflow = self._diagnosis.of_overflow(optimizer, iteration)
         rank = self._parts.agreement.rank
-        report = step_report(step.verdict, iteration.number, rank(), step.retries, overflow, batch)
+        report = step_report(step.verdict, iteration.number, rank, step.retries, overflow, batch)
         iteration.steps.append((report, position))
         reports.record(optimizer, report, rank)
 

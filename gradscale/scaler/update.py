@@ -108,7 +108,7 @@ class Update:
         current, number, steps = iteration.current, iteration.number, [step for step, _ in iteration.steps]
         # Somebody wants them since a step whose verdict was to be read later.
         with iteration.agreement.failing():
-            steps += [step_report(one.read(), number, one.rank()) for one in pending if one.is_late]
+            steps += [step_report(one.read(), number, one.rank) for one in pending if one.is_late]
         scales = [step.scale for step in steps] + [verdict.scale for verdict in verdicts]
         # Without a verdict it has to be read; a closure's may be of a lower one than the update starts from.
         before = current.scale() if not scales or any(step.retries for step in steps) else scales[0]
@@ -192,7 +192,7 @@ class Update:
             if progress.stage is Stage.LEFT_OUT and progress.verdict is not None:
                 optimizer = progress.optimizer
                 position = None if optimizer is None else parts.tally.position_of(optimizer)
-                reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank()), position))
+                reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank), position))
         self.is_alone = not ended.progresses.sent_messages()
         alone = ended.alone_before + (steps if self.is_alone and ended.agreement.is_alone else 0)
         following = Iteration(ended.number + 1, parts, ended.steps_before + steps, alone)
