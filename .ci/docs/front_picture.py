@@ -20,8 +20,8 @@ from shared.torch_runs import Run, smooth
 
 OPTIONS = Namespace(steps=400, seed=0, inject=[(200, 0)], every=200)
 METHODS = {
-    "clean": ("without that batch", "best"),
-    "bad": ("stepped with it", "bad"),
+    "clean": ("no bad batch", "best"),
+    "bad": ("stepped", "bad"),
     "clip": ("clipped", "half"),
     "skip": ("skipped", "gradscale"),
 }
@@ -37,7 +37,7 @@ def main(ranks: Ranks) -> int:
         lines.append(Line(name, kind, [*enumerate(smooth(run.values["loss"]), 1)][100:]))
         print(name, run.values["validation loss"])
     title = "training loss of a small language model, by step"
-    axes = Axes(title, (100, 200, 300, 400), (2.4, 2.8, 3.2), ".1f", (0.56, 0.06), event=(200, "bad batch"))
+    axes = Axes(title, (100, 200, 300, 400), (2.4, 2.8, 3.2), ".1f", (0.6, 0.06), event=(200, "bad batch"))
     write("spikes.svg", axes, lines)
     return 0
 

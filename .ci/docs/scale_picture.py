@@ -3,16 +3,22 @@
 It writes examples/scale.svg: ``python .ci/docs/scale_picture.py``.
 """
 
-from pathlib import Path
-
 import matplotlib as mpl
 import numpy as np
+from matplotlib.figure import Figure
+from picture import EXAMPLES, HEIGHT, WIDTH
 
 import gradscale
 from gradscale import plot
 
-PICTURE = Path(__file__).parents[2] / "examples" / "scale.svg"
 STEPS = 400
+# As the other pictures: legible on a phone, without a ground of its own, in the colours of the reader's scheme.
+SIZES = {"svg.hashsalt": "gradscale", "svg.fonttype": "none", "font.size": 11}
+COLOURS = {"#000000": "currentColor", "#e4e4e4": "#8884", "fill: #ffffff": "fill: none"}
+STYLE = """
+svg { color: #57606a; fill: currentColor }
+@media (prefers-color-scheme: dark) { svg { color: #a9b3be } }
+"""
 
 
 class SGD:
@@ -41,8 +47,14 @@ def main() -> None:
         optimizer.grads = half.astype(np.float32).mean(axis=0) * 4
         scaler.step(optimizer)
         scaler.update()
-    with mpl.rc_context({"svg.hashsalt": "gradscale", "svg.fonttype": "none"}):
-        plot.history(scaler).savefig(PICTURE, metadata={"Date": None})
+    with mpl.rc_context(SIZES):
+        figure = Figure(figsize=(WIDTH / 96, HEIGHT / 96), layout="constrained")
+        plot.history(scaler, ax=figure.subplots())
+        figure.savefig(EXAMPLES / "scale.svg", metadata={"Date": None})
+    text = (EXAMPLES / "scale.svg").read_text()
+    for colour, other in COLOURS.items():
+        text = text.replace(colour, other)
+    (EXAMPLES / "scale.svg").write_text(text.replace("<defs>", f"<style>{STYLE}</style>\n <defs>", 1))
 
 
 if __name__ == "__main__":
