@@ -54,6 +54,8 @@ LEARNT = {
     "cupy": "assert [report.skipped for report in scaler.history] == [True, False, False]\n"
     "assert optimizer.weights[0].get().tolist() == [0.25] * 3\n",
     "mpi": "assert comm.size == 2 and abs(optimizer.weights - np.float32([1, -2, 3, -4])).max() < 0.01\n",
+    "guard-mpi": "assert comm.size == 2 and max(abs(each - 1).max() for each in optimizer.weights) < 0.01\n"
+    "assert guard.counts() == {'taken': 198, 'overflow': 1, 'spike': 1, 'refused': 0}\n",
     "jax-shard-map": "assert mesh.size == 2 and gradscale_jax.verdict_of(opt_state).counts()['overflow'] == 1\n"
     "assert abs(params['w'] - 1).max() < 0.2\n",
     "jax-nnx": "assert gradscale_jax.verdict_of(optimizer.opt_state).counts()['overflow'] == 1\n"
@@ -87,7 +89,7 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path):
     if name in ("cupy", "guard-cupy"):
         require_device_count(require_cupy(), 2 if name == "guard-cupy" else 1)
     command = [sys.executable, program]
-    if name in ("mpi", "resume", "trainers-mpi"):
+    if name in ("mpi", "guard-mpi", "resume", "trainers-mpi"):
         command = mpi_command(2, program)
     elif name in TORCHRUN:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
