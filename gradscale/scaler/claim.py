@@ -14,10 +14,13 @@ The ``stage`` says that a message is gradscale's, and what it is for. Values of 
 words of ranks that differ, travel in rounds of such messages, in the place of the state. Only the :func:`greeting` is
 shorter. It goes before all others over a group, since another version may make them of another form.
 
-No other file knows the layout. One more thing to agree on, if it is an option of the scaler, is one more in
-options.py, and of those that ``collaborators_of`` of scaler.py checks and gives to the agreement: the first step says
-if ranks differ. If it may change from message to message, it is a field of the claim, before ``kind``: ``next_claim``
-fills it, and claims that other files make leave it at its default.
+No other file knows the layout. One more thing to agree on is one of these:
+
+- An option of the scaler: one more in options.py, of those that ``collaborators_of`` of scaler.py checks, by
+  core/validation.py, and gives to the agreement, and in the docstrings of the scalers (JAX's have options of their
+  own). The first step says if ranks differ.
+- What may change from message to message: a field of the claim, before ``kind``, which ``next_claim`` fills; claims
+  that other files make leave it at its default.
 """
 
 from __future__ import annotations
@@ -135,10 +138,13 @@ class Reason(enum.IntEnum):
     Of the others the gravest is the last, which MAX over the ranks keeps. A spike is 1, so that a flag, 0 or 1, is its
     number, and windows learn from no step with a greater one.
 
-    One more reason that the program gives is one more before OVERFLOW, with its call in ``_CALLS``, and its words and
-    its name in those of reports.py; a method of the scaler calls ``Iteration.refuse`` with it, and torch's scaler
-    makes that method ``untraced``. ``counts()``, state dicts and logs have its name then, too, and so have pages and
-    tests of these.
+    One more reason that the program gives is:
+
+    1. A member before OVERFLOW, in the order of gravity (the members after it are one more), and its call in
+       ``_CALLS``.
+    2. Its words in ``REASONS`` of reports.py, the gravest first, and its name in ``Words`` and ``StepReport``.
+    3. A method of the scaler beside ``refuse``, and its name among those that torch's scaler makes ``untraced``.
+    4. Its name in what ``counts()``, state dicts and logs are compared with: pages, and tests of literal counts.
     """
 
     STEPPED = 0

@@ -210,7 +210,7 @@ class Iteration:
             self.messages.note_sent(pending)
         return pending
 
-    def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
+    def refuse(self, optimizer: Optimizer, reason: Reason) -> None:
         """Let no rank make the coming step of an optimizer; of several reasons the gravest counts."""
         require_step(optimizer)
         progress = self.progress_of(optimizer)

@@ -28,7 +28,7 @@ from gradscale.errors import (
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import Reason
+from gradscale.scaler.claim import PROGRAM_CALLS, Reason
 from gradscale.scaler.clipping import Clipping, checked_clipping
 from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.diagnosis.diagnose import Diagnosis
@@ -379,14 +379,18 @@ class GradScaler:
         InvalidValueError
             For a disabled scaler, which makes every step.
         """
+        self._refuse(optimizer, Reason.REFUSED)
+
+    def _refuse(self, optimizer: Optimizer, reason: Reason) -> None:
+        call = PROGRAM_CALLS[reason]
         if not self._enabled:
             msg = (
-                "a disabled scaler makes every step, got refuse(): use an enabled one, such as gradscale.StepGuard(), "
+                f"a disabled scaler makes every step, got {call}: use an enabled one, such as gradscale.StepGuard(), "
                 "which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
-        with contextlib.nullcontext() if self._iteration.scaling.is_inside_closure else call_of(self, "refuse()"):
-            self._iteration.refuse(optimizer)
+        with contextlib.nullcontext() if self._iteration.scaling.is_inside_closure else call_of(self, call):
+            self._iteration.refuse(optimizer, reason)
 
     def update(self, new_scale: float | Array | None = None) -> None:
         """Adapt the scale to this iteration's verdicts, and begin the next iteration.

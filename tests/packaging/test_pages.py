@@ -159,7 +159,8 @@ def test_the_front_page_installs_from_the_address_of_the_project():
 
 def test_the_map_of_an_iteration_names_what_is_there():
     text = PAGES[".github/CONTRIBUTING.md"]
-    code = "".join(path.read_text() for path in Path(gradscale.__file__).parent.rglob("*.py"))
+    files = [*Path(gradscale.__file__).parent.rglob("*.py"), ROOT / "backends/gradscale_torch/groups.py"]
+    code = "".join(path.read_text() for path in files)
     there = {*re.findall(r"(?:def|class) (\w+)", code), *re.findall(r"^    (\w+): ", code, re.MULTILINE)}
     called = re.findall(r"^ *(?:scaler|iteration|backend|current|guard|mistakes)\.(?!py\b)(\w+)", text, re.MULTILINE)
     rows = re.findall(r"^\| .*\? \| (.*) \|$", text, re.MULTILINE)
