@@ -49,7 +49,11 @@ def main() -> None:
         scaler.update()
     with mpl.rc_context(SIZES):
         figure = Figure(figsize=(WIDTH / 96, HEIGHT / 96), layout="constrained")
-        plot.history(scaler, ax=figure.subplots())
+        axes = figure.subplots()
+        plot.history(scaler, ax=axes)
+        # As wide as in a wider plot it would touch the title.
+        narrow = {"handlelength": 1.3, "columnspacing": 1.0, "handletextpad": 0.4, "borderaxespad": 0.2}
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=9, **narrow)
         figure.savefig(EXAMPLES / "scale.svg", metadata={"Date": None})
     text = (EXAMPLES / "scale.svg").read_text()
     for colour, other in COLOURS.items():
