@@ -453,9 +453,8 @@ class Ballot:
             differing = "; ".join([*claims.spread_of(agreed, own), f"{before}{here}"])
         failure = ScaleDesyncError(
             f"ranks hold different states, seen by {where}: {differing}. No rank takes this step. Load "
-            f"one checkpoint on every rank, construct every scaler with one policy and the same options, and call "
-            f"unscale_(), step() and update() for the same optimizers in the same order everywhere (a list of them, "
-            f"not a set){ending}"
+            f"one checkpoint on every rank, construct every scaler with one policy and the same options, and make "
+            f"the same calls for the same optimizers in the same order everywhere (a list of them, not a set){ending}"
         )
         failure.__cause__ = cause
         return failure

@@ -76,6 +76,8 @@ class Judge:
         # The losses are this optimizer's, whether it is judged by them or not.
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
+        if loss is not None and self._parts.agreement.is_alone:
+            self._parts.mistakes.warn_of_ranks_without_group()
         progress.code, number = 0, None if is_array_api_obj(loss) else loss
         if progress.closure.has_begun:
             return JudgedLoss(number)

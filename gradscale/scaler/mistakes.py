@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from gradscale.errors import warn_caller
 from gradscale.scaler.diagnosis.cause import NO_GRADIENTS
@@ -45,6 +47,18 @@ class Mistakes:
     def warn_of_no_values(self, of: Sequence[str]) -> None:
         """Warn of a step in which a rule for spikes has nothing to judge."""
         self._warn_once("values", no_values(of))
+
+    def warn_of_ranks_without_group(self) -> None:
+        """Warn of a loss that one of several ranks of MPI judges alone."""
+        mpi: Any = None if "ranks" in self._warned else sys.modules.get("mpi4py.MPI")
+        size = mpi.COMM_WORLD.size if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else 1
+        if size > 1:
+            self._warn_once(
+                "ranks",
+                f"a loss is judged on this rank alone, and MPI runs {size}: if one skips a step that the others make, "
+                f"their weights part. Give a StepGuard or ShardedGradScaler group=MPI.COMM_WORLD; if each rank trains "
+                f"by itself, group=MPI.COMM_SELF. (Said once.)",
+            )
 
     def warn_of_no_gradients(self, what: str) -> None:
         """Warn of a guard's step without gradients, which does nothing, as that of a bare optimizer."""

@@ -382,6 +382,37 @@ sys.stdout.write("survived\\n")
 """
 
 
+WITHOUT_GROUP = """
+import warnings
+from mpi4py import MPI
+import numpy as np
+import gradscale
+from scenarios import SGD, gradients
+
+def warnings_of(loss, **options):
+    guard, optimizer = gradscale.StepGuard(**options), SGD(gradients("numpy"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            guard.step(optimizer, loss=loss)
+    return [str(one.message) for one in caught]
+
+(said,) = warnings_of(0.5)
+assert "MPI runs 2" in said and "group=MPI.COMM_WORLD" in said and "group=MPI.COMM_SELF" in said, said
+(said,) = warnings_of(np.float32(0.5), skip=gradscale.SkipSpikes())
+assert "MPI runs 2" in said, said
+for loss, group in ((None, None), (0.5, MPI.COMM_WORLD), (0.5, MPI.COMM_SELF)):
+    assert warnings_of(loss, group=group) == []
+"""
+
+
+@mpi_only
+@pytest.mark.tier("quick")
+def test_a_rank_that_judges_its_loss_without_a_group_is_told_of_the_others():
+    completed = ran(*mpi_command(2, "-c", WITHOUT_GROUP), **ENVIRONMENT)
+    assert completed.returncode == 0, completed.stderr
+
+
 @mpi_only
 @pytest.mark.parametrize(
     "size", [pytest.param(None, marks=pytest.mark.tier("quick")), 2], ids=["without mpiexec", "2 ranks"]
