@@ -114,7 +114,7 @@ class Iteration:
         """Tell whether the loss of a micro-batch is finite on all ranks, and count it, after the messages before."""
         if self.agreement.standing.failure is not None:
             raise self.agreement.standing.failure
-        for progress in self.progresses.all:
+        for progress in self.progresses.all if self.agreement.usable_groups() else ():
             if progress.pending is not None and progress.pending.is_unread:
                 self.verdict(progress)
         return self.micro_batches.keeps(owner, loss)
