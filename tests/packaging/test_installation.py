@@ -155,7 +155,8 @@ for tx in (gradscale_jax.guarded(optax.sgd(0.1), give_up_after=9), gradscale_jax
     assert_type(tx.init(params), ScaledOptimizerState)
     assert_type(tx.update(params, tx.init(params))[1].skipped, jax.Array)
 state = gradscale.presets.keras().init(like=jnp.ones(()))
-assert_type(gradscale.unscale(params, state, dtype=np.float32), tuple[dict[str, jax.Array], Any])
+assert_type(gradscale.unscale(params, state), tuple[dict[str, jax.Array], Any])
+assert_type(gradscale.unscale(params, state, dtype=np.float32), tuple[Any, Any])
 assert_type(gradscale.unscale([jnp.ones(2)], state, out=params), tuple[dict[str, jax.Array], Any])
 gradscale_jax.guarded(optax.sgd(0.1), policy=gradscale.DynamicScale())  # type: ignore[call-arg]
 """
