@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, Unpack, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
@@ -23,7 +24,7 @@ from gradscale.core.gradients import Request
 from gradscale.core.protocols import Collectives, Group, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr, warn_caller
 from gradscale.scaler.inputs import Batch, checked_inputs
-from gradscale.scaler.options import DEFAULT_TIMEOUT, DEFAULTS, FACTORS, GuardOptions, ReplacementOptions, with_options
+from gradscale.scaler.options import FACTORS, CommonOptions, GroupOptions, GuardOptions, check_arguments, with_options
 from gradscale.scaler.scale import CurrentScale
 from gradscale.scaler.scaler import agree_over, assemble, call_of, collaborators_of, iteration_of, step_of
 from gradscale.scaler.stepper import Step
@@ -92,6 +93,21 @@ def _field(name: str) -> property:
             iteration.scaling.state = current.state
 
     return property(get, replace)
+
+
+@dataclasses.dataclass
+class ReplacementOptions(CommonOptions, GroupOptions):
+    """The arguments of torch's scaler, and the options of its replacement."""
+
+    device: Device = "cuda"
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+    _: dataclasses.KW_ONLY
+    allow_fp16_grads: bool = False
+    policy: Policy | None = None
 
 
 class GradScaler(gradscale.GradScaler, TorchGradScaler):
@@ -164,30 +180,16 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     _is_sharded = False
 
     @with_options(ReplacementOptions)
-    def __init__(
-        self,
-        device: Device = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        group: Group | None = None,
-        allow_fp16_grads: bool = False,
-        timeout: float = DEFAULT_TIMEOUT,
-        **options: Unpack[ReplacementOptions],
-    ) -> None:
+    def __init__(self, **kwargs: Any) -> None:
+        options = ReplacementOptions(**kwargs)
         _require_no_overrides(type(self))
-        is_enabled = _available(device, enabled)
-        self._device = device  # type: ignore[assignment]
-        self._timeout = validation.timeout(timeout)
-        factors = _factors(
-            options.get("policy"), is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval)
-        )
-        backend = ScalerBackend(Settings(device, allow_fp16_grads, self._is_sharded, self._timeout))
-        assemble(self, collaborators_of({**options, **factors}, backend, None, _own_rank), is_enabled)
-        self.set_group(group)
+        is_enabled = _available(options.device, options.enabled)
+        self._device = options.device  # type: ignore[assignment]
+        self._timeout = validation.timeout(options.timeout)
+        backend = ScalerBackend(Settings(options.device, options.allow_fp16_grads, self._is_sharded, self._timeout))
+        chosen = vars(options) | _factors(options, enabled=is_enabled)
+        assemble(self, collaborators_of(chosen, backend, None, _own_rank), is_enabled)
+        self.set_group(options.group)
 
     def __repr__(self) -> str:
         current = _current(self)
@@ -227,7 +229,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         self, optimizer: Optimizer, *, max_norm: float | None, norm_over: NormOver | None = None
     ) -> Tensor | None: ...
     @hosts.untraced
-    @with_options()
+    @check_arguments
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
     ) -> Tensor | None:
@@ -508,11 +510,9 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     _is_sharded = True
 
     @with_options(GuardOptions)
-    def __init__(
-        self, *, group: Group | None = None, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[GuardOptions]
-    ) -> None:
-        policy = gradscale.StaticScale(1.0)
-        super().__init__(None, group=group, allow_fp16_grads=True, timeout=timeout, policy=policy, **options)
+    def __init__(self, **kwargs: Any) -> None:
+        options = vars(GuardOptions(**kwargs))
+        super().__init__(None, **options | {"allow_fp16_grads": True, "policy": gradscale.StaticScale(1.0)})
 
     __repr__ = gradscale.StepGuard.__repr__
     update = hosts.untraced(gradscale.StepGuard.update)
@@ -533,16 +533,15 @@ def _all_ranks(timeout: float) -> Sequence[Collectives]:
     return () if world is None or world.size() == 1 else [TorchCollectives(None, timeout)]
 
 
-def _factors(policy: Policy | None, enabled: bool, values: Sequence[float]) -> dict[str, float]:
+def _factors(options: ReplacementOptions, *, enabled: bool) -> dict[str, float | None]:
     """Return the factors for a DynamicScale: those that a policy must not contradict, and none if disabled."""
     if not enabled:
         # A disabled scaler of torch's accepts any.
+        return dict.fromkeys(FACTORS)
+    if options.policy is None:
         return {}
-    factors = dict(zip(FACTORS, values, strict=True))
-    if policy is None:
-        return factors
     with reading("a factor"):
-        return {name: value for name, value in factors.items() if value != DEFAULTS[name]}
+        return {x: None for x in FACTORS if getattr(options, x) == getattr(ReplacementOptions, x)}
 
 
 def _own_rank() -> int | None:

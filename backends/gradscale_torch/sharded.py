@@ -5,17 +5,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 # Looked up once: a framework may rebind torch's name to the class of this file.
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
-from gradscale.core.protocols import Collectives
+from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidValueError, short_repr
-from gradscale.scaler.options import DEFAULT_TIMEOUT, ReplacementOptions, with_options
+from gradscale.scaler.options import CommonOptions, GroupOptions, with_options
 from gradscale_torch.amp import Device, GradScaler
 from gradscale_torch.groups import TorchCollectives
+
+
+@dataclasses.dataclass
+class ShardedReplacementOptions(CommonOptions, GroupOptions):
+    """The arguments of torch's scaler, and the options of its replacement."""
+
+    device: Device = "cuda"
+    init_scale: float = 2.0**16
+    backoff_factor: float = 0.5
+    growth_factor: float = 2.0
+    growth_interval: int = 2000
+    enabled: bool = True
+    process_group: object = None
+    _: dataclasses.KW_ONLY
+    allow_fp16_grads: bool = True
+    policy: Policy | None = None
 
 
 class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
@@ -57,31 +74,15 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     process_group: Any = None
     _is_sharded = True
 
-    @with_options(ReplacementOptions)
-    def __init__(
-        self,
-        device: Device = "cuda",
-        init_scale: float = 2.0**16,
-        backoff_factor: float = 0.5,
-        growth_factor: float = 2.0,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        process_group: object = None,
-        *,
-        group: object = None,
-        allow_fp16_grads: bool = True,
-        timeout: float = DEFAULT_TIMEOUT,
-        **options: Unpack[ReplacementOptions],
-    ) -> None:
-        if process_group is not None and group is not None:
-            msg = f"give process_group or group=, not both, got {short_repr(process_group)} and {short_repr(group)}"
+    @with_options(ShardedReplacementOptions)
+    def __init__(self, **kwargs: Any) -> None:
+        options = vars(ShardedReplacementOptions(**kwargs))
+        self.process_group, group = options.pop("process_group"), options["group"]
+        if self.process_group is not None and group is not None:
+            got = f"{short_repr(self.process_group)} and {short_repr(group)}"
+            msg = f"give process_group or group=, not both, got {got}"
             raise InvalidValueError(msg)
-        self.process_group = process_group
-        factors = init_scale, growth_factor, backoff_factor, growth_interval
-        groups = process_group if group is None else group
-        super().__init__(
-            device, *factors, enabled, group=groups, allow_fp16_grads=allow_fp16_grads, timeout=timeout, **options
-        )
+        super().__init__(**options | {"group": self.process_group if group is None else group})
 
     def _default_groups(self) -> Sequence[Collectives]:
         # The default group is looked up when it is needed: torch.distributed may not be initialized yet.

@@ -15,7 +15,6 @@ from gradscale.errors import BackendError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
 from gradscale.scaler.claim import Claim, Flags, Purpose, Reason
-from gradscale.scaler.options import DEFAULT_TIMEOUT
 
 
 class GroupAgreement:
@@ -47,7 +46,7 @@ class GroupAgreement:
     [1, 1, 1]
     """
 
-    def __init__(self, group: Group, policy: Policy, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, group: Group, policy: Policy, *, timeout: float = 1800.0) -> None:
         seconds = validation.timeout(timeout)
         self._policy: Policy = validation.policy(policy)
         self._groups: Sequence[Collectives] = registry.all_collectives_for(group, seconds)

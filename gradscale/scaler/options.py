@@ -6,106 +6,141 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypedDict, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.arithmetic import NormOver
 from gradscale.core.backend import Backend
-from gradscale.core.protocols import Policy
+from gradscale.core.protocols import Group, Policy
 from gradscale.core.registry import A_GROUP
 from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, short_repr
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.spikes import SkipSpikes
-from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
-from gradscale.scaler.stall import WARN_AFTER
+from gradscale.scaler.reports import Diagnose, OnSkip, OnUpdate
 
 _Arguments = ParamSpec("_Arguments")
+_Options = ParamSpec("_Options")
+_Owner = TypeVar("_Owner")
 _Returned = TypeVar("_Returned")
 
-DEFAULT_TIMEOUT = 1800.0
-"""Seconds to wait for the other ranks."""
+
+# Editors show the names, types and defaults of a dataclass for the constructors that take its fields. The fields of the
+# last base come first.
 
 
-class CommonOptions(TypedDict, total=False):
+@dataclasses.dataclass(kw_only=True)
+class Factors:
+    """The settings of a :class:`DynamicScale` that a scaler takes in place of a policy."""
+
+    init_scale: float | None = 2.0**16
+    growth_factor: float | None = 2.0
+    backoff_factor: float | None = 0.5
+    growth_interval: int | None = 2000
+
+
+@dataclasses.dataclass(kw_only=True)
+class GroupOptions:
+    """The ranks that agree, and the seconds to wait for them."""
+
+    group: Group | None = None
+    timeout: float = 1800.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class CommonOptions:
     """The options of every scaler and guard."""
 
-    on_skip: OnSkip | None
-    on_update: OnUpdate | None
-    diagnose: Diagnose | None
-    history_size: int
-    max_norm: float | None
-    norm_over: NormOver | None
-    skip: SkipSpikes | None
-    warn_after: int | None
-    give_up_after: int | None
-    hold: object
+    on_skip: OnSkip | None = None
+    on_update: OnUpdate | None = None
+    diagnose: Diagnose | None = None
+    history_size: int = 1024
+    max_norm: float | None = None
+    norm_over: NormOver | None = None
+    skip: SkipSpikes | None = None
+    warn_after: int | None = 50
+    give_up_after: int | None = None
+    hold: object = None
 
 
-class ReplacementOptions(CommonOptions, total=False):
-    """The options of every scaler, torch's replacements among them."""
+@dataclasses.dataclass(kw_only=True)
+class ScalerOptions(CommonOptions, Factors):
+    """The options of a GradScaler."""
 
-    policy: Policy | None
-
-
-class GuardOptions(CommonOptions, total=False):
-    """The options of a guard."""
-
-    enabled: bool
+    policy: Policy | None = None
+    enabled: bool = True
+    backend: str | Backend | None = None
 
 
-class Options(GuardOptions, ReplacementOptions, total=False):
-    """The options of gradscale's own scalers."""
+@dataclasses.dataclass(kw_only=True)
+class ShardedOptions(ScalerOptions, GroupOptions):
+    """The options of a ShardedGradScaler."""
 
-    init_scale: float | None
-    growth_factor: float | None
-    backoff_factor: float | None
-    growth_interval: int | None
-    backend: str | Backend | None
+    group: Group = dataclasses.field()
 
 
-FACTORS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-DEFAULTS: dict[str, Any] = {
-    **{name: getattr(DynamicScale, name) for name in FACTORS},
-    "enabled": True,
-    "history_size": HISTORY_SIZE,
-    "warn_after": WARN_AFTER,
-}
-"""The options whose default is not None."""
+@dataclasses.dataclass(kw_only=True)
+class GuardOptions(CommonOptions, GroupOptions):
+    """The options of a guard on torch."""
 
+    enabled: bool = True
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepGuardOptions(GuardOptions):
+    """The options of a StepGuard."""
+
+    backend: str | Backend | None = None
+
+
+FACTORS = tuple(field.name for field in dataclasses.fields(Factors))
 _SETTINGS = {field.name for field in dataclasses.fields(DynamicScale)}
 _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
 _OF_TORCH = "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
 
 
 def with_options(
-    kind: type | None = None,
-) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
-    """Add a TypedDict's options to those of a constructor or method, and to its signature; others: InvalidTypeError."""
+    kind: Callable[_Options, object],
+) -> Callable[[Callable[Concatenate[_Owner, ...], None]], Callable[Concatenate[_Owner, _Options], None]]:
+    """Give a constructor, by their names, the fields of a dataclass, and show these; others: InvalidTypeError."""
 
-    def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
-        own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
-        make = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        annotations = {} if kind is None else kind.__annotations__
-        # The factors come first, as torch has them.
-        names = sorted(annotations, key=lambda name: name not in FACTORS)
-        fields = [make(x, default=DEFAULTS.get(x), annotation=annotations[x].__forward_arg__) for x in names]
-        signature = inspect.Signature([*own, *fields])
-        by_position = sum(one.kind is not one.KEYWORD_ONLY for one in own)
+    def decorate(
+        function: Callable[Concatenate[_Owner, ...], None],
+    ) -> Callable[Concatenate[_Owner, _Options], None]:
+        own, options = inspect.signature(function).parameters["self"], inspect.signature(kind)
 
         @functools.wraps(function)
-        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
-            # It takes longer than Python's own call.
-            if annotations or kwargs or len(args) != by_position:
-                try:
-                    signature.bind(*args, **kwargs)
-                except TypeError as error:
-                    raise _mistake(function.__name__, signature, args, kwargs, str(error)) from None
-            return function(*args, **kwargs)
+        def construct(self: _Owner, /, *args: _Options.args, **kwargs: _Options.kwargs) -> None:
+            function(self, **_arguments("__init__", options, args, kwargs))
 
-        vars(call)["__signature__"] = signature
-        return call
+        vars(construct)["__signature__"] = inspect.Signature([own, *options.parameters.values()])
+        return construct
 
     return decorate
+
+
+def check_arguments(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+    """Raise InvalidTypeError for arguments that a function does not take."""
+    signature = inspect.signature(function)
+    by_position = sum(one.kind is not one.KEYWORD_ONLY for one in signature.parameters.values())
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
+        # It takes longer than Python's own call.
+        if kwargs or len(args) != by_position:
+            _arguments(function.__name__, signature, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _arguments(
+    name: str, signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return the arguments of a call by their names; InvalidTypeError for others than a signature has."""
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise _mistake(name, signature, args, kwargs, str(error)) from None
 
 
 def _mistake(

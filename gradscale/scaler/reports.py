@@ -122,8 +122,6 @@ Diagnose: TypeAlias = Literal["on_overflow"]
 OnSkip: TypeAlias = Callable[[StepReport], object] | Sequence[Callable[[StepReport], object]]
 OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[UpdateReport], object]]
 
-HISTORY_SIZE = 1024
-
 
 class Words(NamedTuple):
     """The words for a reason in reports, counts, warnings and logs."""
@@ -172,7 +170,7 @@ class Reports:
     def __init__(self, options: Mapping[str, object]) -> None:
         # What a pickle keeps: no callbacks.
         self._kept = {name: options.get(name) for name in ("diagnose", "give_up_after")}
-        self._kept["history_size"] = options.get("history_size", HISTORY_SIZE)
+        self._kept["history_size"] = options["history_size"]
         self.diagnoses = self._kept["diagnose"] is not None
         if self.diagnoses:
             validation.choice("diagnose", self._kept["diagnose"], ("on_overflow", None))

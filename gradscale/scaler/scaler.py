@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver
@@ -39,7 +39,15 @@ from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.micro_batches import MicroBatches
 from gradscale.scaler.mistakes import Mistakes
-from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, with_options
+from gradscale.scaler.options import (
+    CommonOptions,
+    ScalerOptions,
+    ShardedOptions,
+    StepGuardOptions,
+    check_arguments,
+    policy_of,
+    with_options,
+)
 from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepReport, callbacks_of, step_report
 from gradscale.scaler.scale import CurrentScale, checked_scale
 from gradscale.scaler.stall import Tally, raise_or_warn
@@ -61,17 +69,18 @@ def collaborators_of(
     own_rank: Callable[[], int | None] | None = None,
 ) -> Collaborators:
     """Return the parts of a scaler with these options."""
+    options = {**vars(CommonOptions()), **options}
     current, reports, guard = (
         CurrentScale(policy_of(options), backend),
         Reports(options),
-        guard_for(options.get("skip")),
+        guard_for(options["skip"]),
     )
     # Ranks act on these at the same time, so that they must have them in common.
-    common = {name: options.get(name) for name in ("diagnose", "skip", "give_up_after")}
-    common["hold"] = options.get("hold") is not None
-    clipping = checked_clipping(options.get("max_norm"), options.get("norm_over"))
+    common = {name: options[name] for name in ("diagnose", "skip", "give_up_after")}
+    common["hold"] = options["hold"] is not None
+    clipping = checked_clipping(options["max_norm"], options["norm_over"])
     agreement = Agreement(groups, {**common, **clipping._asdict()}, own_rank)
-    snapshots = _snapshots_of(options.get("hold"))
+    snapshots = _snapshots_of(options["hold"])
     return Collaborators(
         current, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard, clipping, snapshots
     )
@@ -165,10 +174,10 @@ class GradScaler:
     # Also of a disabled scaler, which talks to nobody.
     _has_group = False
 
-    @with_options(Options)
-    def __init__(self, **options: Unpack[Options]) -> None:
-        parts = collaborators_of(options, options.get("backend"))
-        self._assemble(parts, validation.boolean("enabled", options.get("enabled", True)))
+    @with_options(ScalerOptions)
+    def __init__(self, **options: Any) -> None:
+        own = ScalerOptions(**options)
+        self._assemble(collaborators_of(options, own.backend), validation.boolean("enabled", own.enabled))
 
     def _assemble(self, parts: Collaborators, enabled: bool, number: int = 1, steps: int = 0, alone: int = 0) -> None:
         parts = parts._replace(is_guard=isinstance(self, StepGuard))
@@ -232,7 +241,7 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer) -> None: ...
     @overload
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None, norm_over: NormOver | None = None) -> Array: ...
-    @with_options()
+    @check_arguments
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
     ) -> Array | None:
@@ -874,8 +883,8 @@ class ShardedGradScaler(GradScaler):
     [(None, 'overflow'), (None, 'overflow')]
     """
 
-    @with_options(Options)
-    def __init__(self, *, group: Group, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[Options]) -> None:
+    @with_options(ShardedOptions)
+    def __init__(self, *, group: Group, timeout: float = ShardedOptions.timeout, **options: Any) -> None:
         super().__init__(**options)
         self._timeout = validation.timeout(timeout)
         self.set_group(group)
@@ -929,17 +938,11 @@ class StepGuard(ShardedGradScaler):
     True
     """
 
-    @with_options(GuardOptions)
-    def __init__(
-        self,
-        *,
-        group: Group | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        backend: str | Backend | None = None,
-        **options: Unpack[GuardOptions],
-    ) -> None:
-        GradScaler.__init__(self, policy=_ONE, backend=backend, **options)
-        self._timeout = validation.timeout(timeout)
+    @with_options(StepGuardOptions)
+    def __init__(self, **kwargs: Any) -> None:
+        options = vars(StepGuardOptions(**kwargs))
+        group, self._timeout = options.pop("group"), validation.timeout(options.pop("timeout"))
+        GradScaler.__init__(self, **options | {"policy": _ONE})
         if group is not None:
             self.set_group(group)
 

@@ -16,7 +16,6 @@ from gradscale.errors import (
 )
 from gradscale.scaler.reports import COUNTED, REASONS, StepReport
 
-WARN_AFTER = 50
 # A scale falls once in so many skipped steps, or oftener: the hysteresis of a policy.
 _SLOWEST_FALL = 32
 _SEEN, _DROPPED = "spikes seen", "dropped"
@@ -116,13 +115,12 @@ class Tally:
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
-        settings = {"warn_after": WARN_AFTER, "give_up_after": None, **options}
         self._warn_after, self._give_up_after = (
-            None if settings[name] is None else validation.integer(name, settings[name], 1, validation.LARGEST_INT32)
+            None if options[name] is None else validation.integer(name, options[name], 1, validation.LARGEST_INT32)
             for name in ("warn_after", "give_up_after")
         )
         self._positions = Positions()
-        self._names = COUNTED if getattr(settings.get("skip"), "act", True) else (*COUNTED, _SEEN)
+        self._names = COUNTED if getattr(options["skip"], "act", True) else (*COUNTED, _SEEN)
         self.restart({})
 
     def restart(self, counts: Mapping[str, int], streaks: Sequence[SkipStreak] = ()) -> None:

@@ -1,6 +1,7 @@
 """New scales of each library, policies of users, callbacks that raise, disabled scalers."""
 
 import contextlib
+import inspect
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from optimizers import Tree, iterate
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidValueError, StateDictError, StepGuard, StepReport
+from gradscale.scaler.options import CommonOptions
 from gradscale.scaler.reports import Reports
 
 
@@ -94,8 +96,15 @@ def test_a_disabled_scaler_passes_everything_through(arrays: Library, make):
 
 def test_whoever_wants_reports_has_each_step_read_in_that_step():
     for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}, {"give_up_after": 2}):
-        assert Reports(options).wants_each_step  # type: ignore[arg-type]
-    assert not Reports({}).wants_each_step
+        assert Reports(vars(CommonOptions(**options))).wants_each_step  # type: ignore[arg-type]
+    assert not Reports(vars(CommonOptions())).wants_each_step
+
+
+@pytest.mark.parametrize("kind", [GradScaler, StepGuard])
+def test_the_defaults_that_a_constructor_shows_are_in_force(kind: type[GradScaler]):
+    shown = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    assert len(shown) >= 14
+    assert (repr(kind(**shown)), kind(**shown).state_dict()) == (repr(kind()), kind().state_dict())
 
 
 def test_a_new_scale_is_set_in_spite_of_an_overflow_at_the_minimum(strict: Library):

@@ -70,7 +70,7 @@ def test_an_editable_install_serves_scripts_and_type_checkers(installed: tuple[P
 TYPED = """
 from typing import assert_type
 import torch
-from gradscale_torch import GradScaler, ShardedGradScaler
+from gradscale_torch import GradScaler, ShardedGradScaler, StepGuard
 
 optimizer = torch.optim.LBFGS([torch.ones(1, requires_grad=True)])
 largest: float | None = 1.0
@@ -82,6 +82,8 @@ for scaler in (GradScaler("cpu"), ShardedGradScaler("cpu")):
     assert_type(scaler.unscale_(optimizer, max_norm=largest), torch.Tensor | None)
     assert_type(scaler.step(optimizer), float | None)
     assert_type(scaler.step(optimizer, lambda: torch.ones(())), float | None)
+ShardedGradScaler("cpu", 2.0**10, 0.5, 2.0, 1000, True, process_group=None, hold=None)
+StepGuard(max_norm=1.0, init_scale=1.0)  # type: ignore[call-arg]
 """
 
 # Each call of torch's pages and of frameworks, with what they take it to return.
@@ -138,6 +140,9 @@ scaler = gradscale.GradScaler()
 assert_type(scaler.unscale_(SGD(), max_norm=1.0), Any)
 assert_type(scaler.unscale_(SGD()), None)
 scaler.unscale_(SGD(), norm_over="group")  # type: ignore[call-overload]
+gradscale.GradScaler(warn_after="50")  # type: ignore[arg-type]
+gradscale.StepGuard(init_scale=1.0)  # type: ignore[call-arg]
+gradscale.ShardedGradScaler(init_scale=1.0)  # type: ignore[call-arg]
 """
 
 JAXS = """
