@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from gradscale_jax.judge import GuardedState, Judge
 P = ParamSpec("P")
 V = TypeVar("V")
 G = TypeVar("G")
-S = TypeVar("S", ScaleState, GuardedState)
+S = TypeVar("S", bound=ScaleState | GuardedState)
 
 
 class Scaled(NamedTuple, Generic[V, S]):
@@ -58,7 +58,7 @@ class Scaled(NamedTuple, Generic[V, S]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Differentiated(Generic[P, V]):
+class Differentiated(Generic[P, V, S]):
     """What :func:`value_and_grad` returns: call it with ``(state, *args, **kwargs)``.
 
     Attributes
@@ -76,14 +76,43 @@ class Differentiated(Generic[P, V]):
     {'taken': 1, 'overflow': 0, 'spike': 0}
     """
 
-    _call: Callable[..., Scaled[V, Any]]
-    init: Callable[[object], Any]
+    _call: Callable[..., Scaled[V, S]]
+    init: Callable[[object], S]
 
     def __call__(self, state: S, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V, S]:
         """Evaluate the loss and its gradients, judge them, and adapt the scale."""
         return self._call(state, *args, **kwargs)
 
 
+@overload
+def value_and_grad(
+    fun: Callable[P, V],
+    policy: Policy,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
+    axis_name: Hashable | Sequence[Hashable] | None = None,
+    reduce: Callable[[G], G] | None = None,
+    dtype: DTypeLike | None = None,
+    filter: Callable[[object], bool] | None = None,
+) -> Differentiated[P, V, ScaleState]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, V],
+    policy: Policy,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
+    axis_name: Hashable | Sequence[Hashable] | None = None,
+    reduce: Callable[[G], G] | None = None,
+    dtype: DTypeLike | None = None,
+    filter: Callable[[object], bool] | None = None,
+    skip: SkipSpikes | None = None,
+    warn_after: int | None = None,
+    give_up_after: int | None = None,
+) -> Differentiated[P, V, GuardedState | Any]: ...
 def value_and_grad(
     fun: Callable[P, V],
     policy: Policy = None,  # type: ignore[assignment]  # The error for none says what to give.
@@ -98,7 +127,7 @@ def value_and_grad(
     skip: SkipSpikes | None = None,
     warn_after: int | None = None,
     give_up_after: int | None = None,
-) -> Differentiated[P, V]:
+) -> Differentiated[P, V, Any]:
     """Make a function that evaluates a loss and its unscaled gradients, judges them, and adapts the scale.
 
     Parameters

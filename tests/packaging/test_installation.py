@@ -153,7 +153,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gradscale_jax import ScaledOptimizerState
+from gradscale_jax import GuardedState, ScaledOptimizerState
 
 params = {"w": jnp.ones(2)}
 for tx in (gradscale_jax.guarded(optax.sgd(0.1), give_up_after=9), gradscale_jax.scaled(optax.sgd(0.1))):
@@ -164,6 +164,12 @@ assert_type(gradscale.unscale(params, state), tuple[dict[str, jax.Array], Any])
 assert_type(gradscale.unscale(params, state, dtype=np.float32), tuple[Any, Any])
 assert_type(gradscale.unscale([jnp.ones(2)], state, out=params), tuple[dict[str, jax.Array], Any])
 gradscale_jax.guarded(optax.sgd(0.1), policy=gradscale.DynamicScale())  # type: ignore[call-arg]
+plain = gradscale_jax.value_and_grad(jnp.sum, gradscale.DynamicScale())
+counting = gradscale_jax.value_and_grad(jnp.sum, gradscale.DynamicScale(), give_up_after=20)
+assert_type(plain.init(params), gradscale.ScaleState)
+assert_type(plain(plain.init(params), jnp.ones(2)).state, gradscale.ScaleState)
+# Without any limit at run time the state is another.
+assert_type(counting.init(params), GuardedState | Any)
 """
 
 PROGRAMS = {
