@@ -16,6 +16,7 @@ import argparse
 import io
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gradscale import DynamicScale
@@ -72,6 +73,16 @@ def loss(params: Any, others: Any, images: jax.Array, labels: jax.Array) -> jax.
     return total
 
 
+@partial(jax.jit, static_argnums=0)
+def train_step(others: Any, training: Any, images: jax.Array, labels: jax.Array) -> Any:
+    """Return the parameters and the optimizer's state, with the scale in it, after the next step."""
+    params, optimizer = training
+    scale = gradscale_jax.scale_state(optimizer)
+    grads = jax.grad(lambda params: gradscale_jax.scale(loss(params, others, images, labels), scale))(params)
+    updates, optimizer = OPTIMIZER.update(grads, optimizer, params)
+    return optax.apply_updates(params, updates), optimizer
+
+
 def main() -> int:
     """Train, with all that a checkpoint holds saved and loaded half-way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,15 +95,6 @@ def main() -> int:
     order = rng.permutation(len(labels))
     images, labels = (pixels[order] / 8 - 1).astype(np.float32), labels[order].astype(np.int32)
     params, others = eqx.partition(Network(jax.random.key(0)), eqx.is_inexact_array)
-
-    @jax.jit
-    def train_step(training: Any, images: jax.Array, labels: jax.Array) -> Any:
-        params, optimizer = training
-        scale = gradscale_jax.scale_state(optimizer)
-        grads = jax.grad(lambda params: gradscale_jax.scale(loss(params, others, images, labels), scale))(params)
-        updates, optimizer = OPTIMIZER.update(grads, optimizer, params)
-        return optax.apply_updates(params, updates), optimizer
-
     training = params, OPTIMIZER.init(params)
     for step in trange(options.steps, desc="equinox", disable=None):
         if step == options.steps // 2:
@@ -102,7 +104,7 @@ def main() -> int:
             training = eqx.tree_deserialise_leaves(file, jax.tree.map(jnp.zeros_like, training))
             print(f"saved after {step} steps, and resumed with scale {training[1].scale_state.scale:g}")
         chosen = rng.integers(TEST_IMAGES, len(images), (MICRO_BATCHES, BATCH_SIZE // MICRO_BATCHES))
-        training = train_step(training, images[chosen], labels[chosen])
+        training = train_step(others, training, images[chosen], labels[chosen])
     network = eqx.combine(training[0], others)
     accuracy = np.mean(np.argmax(jax.vmap(network)(images[:TEST_IMAGES]), axis=1) == labels[:TEST_IMAGES])
     scale, skipped = training[1].scale_state.scale, training[1].skipped

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,29 @@ class Training(NamedTuple):
     scale: ScaleState
 
 
+def loss(params: Any, structure: Any, others: Any, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+    """Return the mean loss, and what else the forward pass has changed."""
+    # Copied, since the statistics of another trace cannot be updated in this one.
+    network = nnx.merge(structure, params, *others, copy=True)
+    # A float16 loss could not be scaled by more than 32768.
+    logits = network(images).astype(jnp.float32)
+    # The forward pass has updated the network's statistics.
+    _, _, *new_others = nnx.split(network, nnx.Param, ...)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), new_others
+
+
+@partial(jax.jit, static_argnums=0)
+def train_step(structure: Any, old: Training, images: jax.Array, labels: jax.Array) -> tuple[Training, jax.Array]:
+    """Return the next state, and whether the step was skipped."""
+    differentiate = gradscale_jax.value_and_grad(loss, POLICY, has_aux=True)
+    (_, others), grads, verdict, scale = differentiate(old.scale, old.params, structure, old.others, images, labels)
+    updates, optimizer = OPTIMIZER.update(grads, old.optimizer, old.params)
+    stepped = Training(optax.apply_updates(old.params, updates), others, optimizer, old.scale)
+    # The step is taken or it is not: nothing of a skipped one is kept, but the scale adapts.
+    new: Training = gradscale_jax.select(verdict.finite, stepped, old)
+    return new._replace(scale=scale), ~verdict.finite
+
+
 def create(seed: int) -> tuple[Any, Training]:
     """Return the structure of the network, and the state before the first step."""
     structure, params, *others = nnx.split(Network(nnx.Rngs(seed)), nnx.Param, ...)
@@ -78,33 +102,13 @@ def main() -> int:
     order = rng.permutation(len(labels))
     images, labels = (pixels[order] / 8 - 1).astype(np.float32), labels[order].astype(np.int32)
     structure, training = create(seed=0)
-
-    def loss(params: Any, others: Any, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
-        # Copied, since the statistics of another trace cannot be updated in this one.
-        network = nnx.merge(structure, params, *others, copy=True)
-        # A float16 loss could not be scaled by more than 32768.
-        logits = network(images).astype(jnp.float32)
-        # The forward pass has updated the network's statistics.
-        _, _, *new_others = nnx.split(network, nnx.Param, ...)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), new_others
-
-    @jax.jit
-    def train_step(old: Training, images: jax.Array, labels: jax.Array) -> tuple[Training, jax.Array]:
-        differentiate = gradscale_jax.value_and_grad(loss, POLICY, has_aux=True)
-        (_, others), grads, verdict, scale = differentiate(old.scale, old.params, old.others, images, labels)
-        updates, optimizer = OPTIMIZER.update(grads, old.optimizer, old.params)
-        stepped = Training(optax.apply_updates(old.params, updates), others, optimizer, old.scale)
-        # The step is taken or it is not: nothing of a skipped one is kept, but the scale adapts.
-        new: Training = gradscale_jax.select(verdict.finite, stepped, old)
-        return new._replace(scale=scale), ~verdict.finite
-
     skipped = jnp.int32(0)
     for step in trange(options.steps, desc="flax.nnx", disable=None):
         if step == options.steps // 2:
             training = save_and_restore(training)
             print(f"saved after {step} steps, and resumed with scale {training.scale.scale:g}")
         chosen = rng.integers(TEST_IMAGES, len(images), BATCH_SIZE)
-        training, is_skipped = train_step(training, images[chosen], labels[chosen])
+        training, is_skipped = train_step(structure, training, images[chosen], labels[chosen])
         skipped += is_skipped
     network = nnx.merge(structure, training.params, *training.others)
     network.eval()

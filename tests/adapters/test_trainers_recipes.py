@@ -9,7 +9,7 @@ import pytest
 from axes import require
 from axes_torch import GradScaler, torch
 from recipe_blocks import GUARD_PAGE, TORCH_PAGE
-from recipe_trainer import RecipeTrainer
+from waiting_trainers import RecipeTrainer
 
 import gradscale
 from gradscale.testing import check_trainer

@@ -1,0 +1,119 @@
+"""Loops as trainers for check_trainer: each runs in a thread, and waits for every batch until a step is asked for."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from recipe_blocks import run_on_names
+
+# What a recipe may have that a step changes, by its name there; what scales or guards is compared by rule 3 alone.
+PARTS = ("model", "optimizer", "schedule", "average", "critic", "critic_optimizer", "scaler", "guard", "precision")
+
+
+class LoopEnd(BaseException):
+    """Ends a loop that is not asked for a step any more, without what comes after it."""
+
+
+class WaitingTrainer:
+    """Runs a loop in a thread, which asks :meth:`steps` for the number of each step."""
+
+    running: WaitingTrainer | None = None
+
+    def begin(self, loop: Callable[..., Any], *args: Any):
+        """Run a loop up to its first step, and end the one before."""
+        if WaitingTrainer.running is not None:
+            WaitingTrainer.running.asked.put(None)
+        WaitingTrainer.running = self
+        self.fault: Any = 1.0
+        self.asked, self.answers = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+        threading.Thread(target=self.run, args=(loop, *args), daemon=True).start()
+        self.wait()
+
+    def run(self, loop: Callable[..., Any], *args: Any):
+        """Run a loop in its thread; what it raises is an answer."""
+        try:
+            loop(*args)
+        except LoopEnd:
+            pass
+        except BaseException as error:
+            self.answers.put(error)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of each step that is asked for."""
+        while True:
+            self.answers.put(None)
+            index = self.asked.get()
+            if index is None:
+                raise LoopEnd
+            yield index
+
+    def wait(self):
+        error = self.answers.get()
+        if error is not None:
+            raise error
+
+    def step(self, index: int, fault: Any):
+        self.fault = fault
+        self.asked.put(index)
+        self.wait()
+
+
+class RecipeTrainer(WaitingTrainer):
+    """Runs a block of a page, and gives its ``loader`` one batch for each step; its losses are times ``fault``."""
+
+    def __init__(self, page: Path, name: str, batches: list[Any], names: dict[str, Any]):
+        loss_of = names["loss_of"]
+        self.names = names | {"loss_of": lambda *args: loss_of(*args) * self.fault}
+        self.names["loader"] = (batches[index] for index in self.steps())
+        self.begin(run_on_names, page, name, self.names)
+
+    def state(self):
+        parts = {name: self.names[name] for name in PARTS if name in self.names}
+        if "accelerator" in self.names:
+            parts["scaler"] = self.names["accelerator"].scaler
+        return {"scaler " + name if name in ("guard", "precision") else name: part for name, part in parts.items()}
+
+    def save(self):
+        return copy.deepcopy({name: part.state_dict() for name, part in self.state().items()})
+
+    def load(self, saved):
+        for name, part in self.state().items():
+            part.load_state_dict(saved[name])
+
+
+class ExampleTrainer(WaitingTrainer):
+    """Runs the training function of an example, whose local variables it reads; each batch is drawn by its number."""
+
+    def __init__(self, train: Callable[..., Any], run: Any, options: Any, data: Any, ranks: Any, init_scale: float):
+        run.steps, run.ranks, run.injections = self.steps_of_run, ranks, options.inject
+        self.begin(train, run, options, data, ranks)
+        if "scaler" in self.names:
+            self.names["scaler"].load_state_dict(self.names["scaler"].state_dict() | {"scale": init_scale})
+
+    def steps_of_run(self, *_: Any) -> Iterator[int]:
+        """Yield the numbers of the steps, from 1."""
+        frame = inspect.currentframe()
+        assert frame is not None
+        self.frame = frame.f_back
+        for index in self.steps():
+            self.draw(index)
+            yield index + 1
+
+    def draw(self, index: int):
+        """Make the loop's own generator draw the batch of a number."""
+        self.names["batches"].manual_seed(index)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The local variables of the training function."""
+        assert self.frame is not None
+        return self.frame.f_locals
+
+    def save(self):
+        return copy.deepcopy(self.state())
