@@ -63,6 +63,15 @@ def test_numbers_and_text_differ_by_value_and_type():
     assert unequal({"scaler": {"Scale": 1}}, {"scaler": {"Scale": 2}}, exempt=("scale",)) == []
 
 
+def test_an_optimizer_that_ours_is_around_is_not_exempt():
+    def state(count: int, skipped: int):
+        return {"opt": {"gradscale_inner_state": {"count": count}, "gradscale_skipped": skipped}}
+
+    assert unequal(state(1, 0), state(1, 1), exempt=("scale",)) == []
+    assert unequal(state(1, 0), state(2, 0), exempt=("scale",)) == [("opt.gradscale_inner_state.count", "1", "2")]
+    assert unequal(state(1, 0), state(2, 0), exempt=("opt",)) == []
+
+
 def test_arrays_of_every_library_differ_by_bits_dtype_and_shape(arrays: Library):
     def array(values, dtype="float32"):
         return arrays.xp.asarray(values, dtype=getattr(arrays.xp, dtype))
