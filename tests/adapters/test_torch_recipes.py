@@ -19,6 +19,7 @@ import pytest
 from axes import require
 from axes_torch import GradScaler, StepGuard, TorchScaler, torch
 from recipe_blocks import GUARD_PAGE, INTEROP, TORCH_PAGE, run_on
+from recipe_optimizers import SAM, OptimizersContainer
 from worlds import GlooWorld, each
 
 import gradscale
@@ -264,22 +265,6 @@ def counted(*optimizers):
     return steps
 
 
-class OptimizersContainer(torch.optim.Optimizer):  # type: ignore[misc,name-defined]
-    """Several optimizers behind one, which is of the parameters of all model parts, as torchtitan has it."""
-
-    def __init__(self, parts, **options):
-        self.optimizers = [torch.optim.SGD(part.parameters(), **options) for part in parts]
-        super().__init__([weight for part in parts for weight in part.parameters()], options)
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
 def test_each_of_a_gans_optimizers_skips_by_itself_the_scale_falls_once_and_those_of_a_container_skip_together():
     critic, generator = made_model(1), nn.Linear(FEATURES, FEATURES)
     optimizer, critic_optimizer = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (generator, critic))
@@ -301,25 +286,6 @@ def test_each_of_a_gans_optimizers_skips_by_itself_the_scale_falls_once_and_thos
     steps = counted(*container.optimizers)
     scaler = run_on(TORCH_PAGE, "container", **given, container=container)["scaler"]
     assert (skipped(scaler), steps, scaler.get_scale()) == (list(OVERFLOWS), {0: 5, 1: 5}, 2.0**13)
-
-
-class SAM:
-    """Sharpness-aware minimisation with the interface of davda54/sam, of weights that all have gradients."""
-
-    def __init__(self, parameters):
-        self.base_optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        self.param_groups = self.base_optimizer.param_groups
-        self.zero_grad = self.base_optimizer.zero_grad
-        self.state: dict[Any, Any] = collections.defaultdict(dict)
-
-    def first_step(self, zero_grad: bool = False):
-        """Climb, and remember where from."""
-        norm = nn.utils.get_total_norm([weight.grad for weight in self.param_groups[0]["params"]])
-        for weight in self.param_groups[0]["params"]:
-            self.state[weight]["old_p"] = weight.data.clone()
-            weight.data.add_(weight.grad * (0.05 / (norm + 1e-12)))
-        if zero_grad:
-            self.zero_grad()
 
 
 @pytest.mark.parametrize("bad", [None, 3, 4], ids=["finite", "first-pass", "second-pass"])

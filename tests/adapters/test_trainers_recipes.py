@@ -9,9 +9,11 @@ import pytest
 from axes import require
 from axes_torch import GradScaler, torch
 from recipe_blocks import GUARD_PAGE, TORCH_PAGE
+from recipe_optimizers import SAM, OptimizersContainer
+from scenarios import rank_and_size
 from waiting_trainers import RecipeTrainer
+from worlds import GlooWorld, each
 
-import gradscale
 from gradscale.testing import check_trainer
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("all")]
@@ -25,16 +27,16 @@ def loss_of(model, batch):
     return model(batch).float().square().mean()
 
 
-def made(page, name: str, init_scale: float = 2.0**10, **others) -> RecipeTrainer:
+def made(page, name: str, init_scale: float = 2.0**10, batches=BATCHES, **others) -> RecipeTrainer:
     """Return a recipe with what it takes for granted."""
     model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
-    names: dict[str, Any] = {"model": model, "loss_of": loss_of, "rule": gradscale.SkipSpikes(window=8)}
+    names: dict[str, Any] = {"model": model, "actor": model, "loss_of": loss_of}
     names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if name in ("schedule", "accelerate", "accelerate_bfloat16", "fabric", "fabric_bfloat16"):
         names["schedule"] = torch.optim.lr_scheduler.ExponentialLR(names["optimizer"], 0.9)
     names["scaler"] = GradScaler("cpu", init_scale=init_scale, growth_interval=3)
     names |= others
-    return RecipeTrainer(page, name, BATCHES, names)
+    return RecipeTrainer(page, name, batches, names)
 
 
 PLAIN = ("schedule", "followers", "accumulate", "clip_norm", "clip_value", "clip_each", "penalty")
@@ -45,6 +47,42 @@ def test_a_problems_recipe_has_no_fault(name: str):
     report = check_trainer(functools.partial(made, TORCH_PAGE, name), steps=STEPS)
     assert report.faults == []
     assert report.runs == 5 + 6 + 2 + STEPS
+
+
+def gan(init_scale: float = 2.0**10) -> RecipeTrainer:
+    """Return the recipe of a GAN, whose critic's outputs, and so both losses, are times ``fault``."""
+    generator, critic = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (generator, critic)]
+    names = {"model": generator, "critic": critic, "optimizer": optimizers[0], "critic_optimizer": optimizers[1]}
+    trainer = made(TORCH_PAGE, "gan", init_scale, **names)
+    critic.register_forward_hook(lambda _module, _inputs, outputs: outputs * trainer.fault)
+    return trainer
+
+
+def sam(init_scale: float = 2.0**10) -> RecipeTrainer:
+    """Return the recipe of SAM, whose base optimizer is what a step changes."""
+    model = nn.Linear(FEATURES, 1)
+    climbing = SAM(model.parameters())
+    return made(TORCH_PAGE, "sam", init_scale, model=model, sam=climbing, optimizer=climbing.base_optimizer)
+
+
+def container(init_scale: float = 2.0**10) -> RecipeTrainer:
+    """Return the recipe of a container of two optimizers."""
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1))
+    inside = OptimizersContainer(model, lr=0.1, momentum=0.9)
+    parts = dict(zip(("optimizer", "critic_optimizer"), inside.optimizers, strict=True))
+    return made(TORCH_PAGE, "container", init_scale, model=model, container=inside, **parts)
+
+
+@pytest.mark.parametrize("make", [gan, sam, container])
+def test_a_recipe_of_several_optimizers_has_no_fault(make):
+    assert check_trainer(make, steps=STEPS).faults == []
+
+
+@pytest.mark.parametrize("name", ["fabric", "fabric_bfloat16"])
+def test_fabrics_recipes_have_no_fault(name: str):
+    require("lightning")
+    assert check_trainer(lambda: made(TORCH_PAGE, name), steps=STEPS).faults == []
 
 
 class MovesAllSchedules(GradScaler):
@@ -76,3 +114,28 @@ def test_accelerates_recipes_have_no_fault(name: str):
 
 def test_the_guards_recipe_has_no_fault():
     assert check_trainer(lambda: made(GUARD_PAGE, "guard-torch"), steps=STEPS).faults == []
+
+
+def faults_on_ranks(group, page, name: str):
+    """Return the text of each fault of a recipe on one rank."""
+    batches = [batch + rank_and_size(group)[0] for batch in BATCHES]
+
+    def make(init_scale: float = 2.0**10):
+        trainer = made(page, name, batches=batches)
+        # The recipe's own scaler begins with one at which float16 overflows.
+        scaler = trainer.names["scaler"]
+        scaler.load_state_dict(scaler.state_dict() | {"scale": init_scale})
+        return trainer
+
+    report = check_trainer(make, group=group, raises=False, steps=STEPS, kinds=["nan"])
+    return [str(fault) for fault in report.faults]
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [(TORCH_PAGE, "ddp"), (TORCH_PAGE, "actor"), (GUARD_PAGE, "guard-ddp"), (GUARD_PAGE, "guard-fsdp2")],
+    ids=["ddp", "actor", "guard-ddp", "guard-fsdp2"],
+)
+def test_a_recipe_of_two_ranks_has_no_fault(page, name: str):
+    ((_, faults),) = each(GlooWorld(2), faults_on_ranks, [(page, name)])
+    assert faults == [[], []]
