@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scenarios import rank_and_size
 from trainers import FEATURES, Loop, gathered
-from worlds import GlooWorld, agree, each
+from worlds import GlooWorld, MPIWorld, agree, each
 
 import gradscale
 from gradscale.testing import check_trainer
@@ -156,6 +156,26 @@ def test_a_rank_that_hangs_is_named_on_all(gloo: GlooWorld):
     ((rule, kind, rank, step, part, line),) = results[0][0]
     assert (rule, kind, rank, step, part) == (4, "nan", 1, 0, "")
     assert "rank 0 ends it; rank 1 hangs: no answer within 2 s" in line
+
+
+def check_what_hangs(group):
+    """Raise what the report on a loop says in which one rank leaves the others alone."""
+    # What is loaded with the first step does not count.
+    Loop(group).step(0, 1.0)
+    make = functools.partial(ContinuesAlone, group)
+    check_trainer(make, group=group, timeout=3.0, kinds=["nan"], bad_steps=[0], progress=lambda *_: None)
+
+
+@pytest.mark.tier("ranks")
+def test_ranks_that_hang_in_mpi_are_named_on_all(mpi: MPIWorld):
+    # A rank that raises ends without MPI's own end, which what hangs in MPI would never reach.
+    results = mpi.run(check_what_hangs)
+    assert all(result == results[0] for result in results)
+    head, line = results[0].message.splitlines()
+    assert (results[0].kind, head) == ("AssertionError", "check_trainer: 2 runs, faults: 1")
+    ends = ["rank 0 ends it", *(f"rank {rank} hangs: no answer within 3 s" for rank in range(1, mpi.size))]
+    place = "rule 4: after the NaN of step 0 on rank 0, in step 0: "
+    assert line == f"{place}{'; '.join(ends)} (does one rank alone skip, or return?)"
 
 
 @pytest.mark.torch
