@@ -59,7 +59,7 @@ LEARNT = {
     "jax-shard-map": "assert mesh.size == 2 and gradscale_jax.verdict_of(opt_state).counts()['overflow'] == 1\n"
     "assert abs(params['w'] - 1).max() < 0.2\n",
     "jax-nnx": "assert gradscale_jax.verdict_of(optimizer.opt_state).counts()['overflow'] == 1\n"
-    "assert abs(model.linear.kernel[...][:, 0] * model.norm.scale[...] - 1).max() < 0.2\n"
+    "assert abs(model.linear.kernel[...][:, 0] * model.norm.scale[...] - 1).max() < 0.3\n"
     "assert jnp.isfinite(model.norm.mean[...]).all()\n",
     "jax-equinox": "assert abs(model.weight - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
     "jax-optax": "assert abs(params['w'] - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
