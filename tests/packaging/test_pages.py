@@ -113,6 +113,9 @@ CHECKERS = {
     "pyright": ["--pythonpath", sys.executable, "-p", "pyrightconfig.json"],
 }
 WRONG = "import gradscale\n\ngradscale.GradScaler(init_scale='x').steps\ngradscale.presets.megatrom()\n"
+WRONG += "gradscale.StepGuard(init_scale=2.0)\nreveal_type(gradscale.StepGuard.__init__)\n"
+# mypy says which options have a default, and not what it is.
+SHOWN = {"mypy": "warn_after: int | None =, ", "pyright": "warn_after: int | None = 50, "}
 
 
 @pytest.mark.tier("all")
@@ -134,7 +137,8 @@ def test_a_strict_type_checker_accepts_every_block(checker: str, tmp_path: Path)
     completed = ran(sys.executable, "-m", checker, *CHECKERS[checker], folder=tmp_path, seconds=500)
     errors = [line for line in completed.stdout.splitlines() if " error: " in line or " - error" in line]
     assert [line for line in errors if "wrong.py" not in line] == [], completed.stdout + completed.stderr
-    assert len(errors) == 3, completed.stdout + completed.stderr
+    assert len(errors) == 4, completed.stdout + completed.stderr
+    assert SHOWN[checker] in completed.stdout
 
 
 @pytest.mark.tier("all")
