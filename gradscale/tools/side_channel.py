@@ -51,9 +51,7 @@ class SideChannel:
                 connection.send(messages)
             # Rank 0 may itself wait for the others.
             if not connection.poll(self._patience * (1.0 + (self.rank > 0))):
-                raise CollectiveTimeoutError(
-                    self.rank, self.size, self._patience, operation="a message of check_trainer"
-                )
+                raise CollectiveTimeoutError(self.rank, self.size, self._patience, operation="check_trainer")
             messages |= connection.recv()
         for connection in self._connections:
             if self.rank == 0:

@@ -23,7 +23,8 @@ def parts_of(state: object, name: str = "") -> State:
         if hasattr(leaf, "state_dict"):
             parts |= parts_of(leaf.state_dict(), place)
         elif is_array_api_obj(leaf):
-            parts[place] = f"{leaf.dtype} of shape {tuple(leaf.shape)}", _values(leaf)
+            values = _values(leaf)
+            parts[place] = f"{len(values)} values of {leaf.dtype} and shape {tuple(leaf.shape)}", values
         elif not callable(leaf):
             parts[place] = type(leaf).__name__, [leaf]
     return parts
@@ -52,16 +53,16 @@ def differences(ours: State, theirs: State, rtol: float, exempt: Iterable[str]) 
         (form, a), (their_form, b) = ours.get(name, ("absent", [])), theirs.get(name, ("absent", []))
         # Sums in another order differ by the size of what is summed, which may cancel.
         limit = rtol * max((abs(x) for x in b if isinstance(x, float) and math.isfinite(x)), default=0.0)
-        places = range(min(len(a), len(b))) if repr(a) != repr(b) else ()
-        unequal = [place for place in places if not _is_same(a[place], b[place], limit)]
+        pairs = zip(a, b, strict=True) if form == their_form and repr(a) != repr(b) else ()
+        places = (place for place, pair in enumerate(pairs) if not _is_same(*pair, limit))
         if form != their_form:
             rows.append((name, form, their_form))
-        elif unequal:
-            where = f" at element {unequal[0]}" if len(a) > 1 else ""
-            rows.append((name, f"{a[unequal[0]]!r}{where}", f"{b[unequal[0]]!r}"))
+        elif (place := next(places, None)) is not None:
+            where = f" at element {place}" if len(a) > 1 else ""
+            rows.append((name, f"{a[place]!r}{where}", f"{b[place]!r}"))
     return rows
 
 
 def _is_same(a: Any, b: Any, limit: float) -> bool:
     """Tell whether numbers have the same bits, or differ within a limit; NaN is like NaN."""
-    return repr(a) == repr(b) or (limit > 0.0 and isinstance(a, float) and abs(a - b) <= limit)
+    return repr(a) == repr(b) or (limit > 0.0 and abs(a - b) <= limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import operator
 import sys
@@ -33,15 +32,6 @@ class Run(NamedTuple):
     init_scale: float | None = None
 
 
-def _advance(making: Iterator[State]) -> State:
-    """Make one step; a program that would end itself raises instead, as an exit of a thread is told to nobody."""
-    try:
-        return next(making)
-    except SystemExit as error:
-        msg = f"SystemExit: {error}"
-        raise RuntimeError(msg) from error
-
-
 class RunEndError(Exception):
     """A run has ended too soon: whether it hangs, on which rank, in which step, and in words."""
 
@@ -49,17 +39,17 @@ class RunEndError(Exception):
 def _forbid_end(run: Run, index: int, ends: Sequence[str], cause: Exception | None) -> None:
     """Raise if a rank has ended a run in a step, by what each rank says of it."""
     # A rank may hang because another one has raised.
-    bad = [rank for verb in ("hangs", "raises") for rank, end in enumerate(ends) if end.startswith(verb)]
-    if not bad:
+    worst = min(filter(None, ends), key=lambda end: end.startswith("raises"), default="")
+    if not worst:
         return
     words = "; ".join(f"rank {rank} {end or 'ends it'}" for rank, end in enumerate(ends))
     words += " (does one rank alone skip, or return?)" if "" in ends else ""
     place = "the making of a trainer" if index < 0 else f"step {index}"
-    is_hang, text = ends[bad[0]].startswith("hangs"), f"{run.text}, in {place}: {words}"
+    is_hang, text = worst.startswith("hangs"), f"{run.text}, in {place}: {words}"
     if run.kind in ("clean", LEFT_OUT) and not is_hang:
         msg = f"a trainer must end a run that has no bad step, got {text}"
         raise InvalidTypeError(msg) from cause
-    raise RunEndError(is_hang, bad[0], index, text) from cause
+    raise RunEndError(is_hang, ends.index(worst), index, text) from cause
 
 
 class Loop(NamedTuple):
@@ -78,7 +68,7 @@ class Loop(NamedTuple):
         for index in range(-1, self.steps):
             end, cause = "", None
             try:
-                states.append(self.pool.apply_async(copy_context().run, (_advance, making)).get(self.timeout))
+                states.append(self.pool.apply_async(copy_context().run, (next, making)).get(self.timeout))
             except multiprocessing.TimeoutError:
                 end = f"hangs: no answer within {self.timeout:g} s"
             except Exception as error:
@@ -92,19 +82,24 @@ class Loop(NamedTuple):
 
     def _steps(self, run: Run) -> Iterator[State]:
         """Make the steps of a run, and yield the state at its beginning and after each."""
-        make = self.make if run.init_scale is None else functools.partial(self.make, init_scale=run.init_scale)
+        options = {} if run.init_scale is None else {"init_scale": run.init_scale}
         for index in range(-1, self.steps):
             for module in _SEEDS.keys() & sys.modules.keys():
                 operator.attrgetter(_SEEDS[module])(sys.modules[module])(index + 1)
             fault = self._fault(run, index)
-            if index < 0:
-                trainer = make()
-            elif fault is not None:
-                trainer.step(index, fault)
-            if index == run.saved_after:
-                saved, trainer = trainer.save(), make()
-                trainer.load(saved)
-            yield parts_of(trainer.state())
+            try:
+                if index < 0:
+                    trainer = self.make(**options)
+                elif fault is not None:
+                    trainer.step(index, fault)
+                if index == run.saved_after:
+                    saved, trainer = trainer.save(), self.make(**options)
+                    trainer.load(saved)
+                yield parts_of(trainer.state())
+            except SystemExit as error:
+                # It would end the thread, and no other would know.
+                msg = f"SystemExit: {error}"
+                raise RuntimeError(msg) from error
 
     def _fault(self, run: Run, index: int) -> Any:
         """Return the factor of a step's loss, or those of its micro-batches; None for what is left out."""

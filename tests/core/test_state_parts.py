@@ -90,6 +90,12 @@ def test_arrays_of_every_library_differ_by_bits_dtype_and_shape(arrays: Library)
     assert unequal({"n": array(3, "int32")}, {"n": array(4, "int32")}) != []
 
 
+def test_a_part_that_is_spread_over_ranks_in_another_way_is_named():
+    half, whole = ("2 values of float32 and shape (4,)", [1.0, 2.0]), ("4 values of float32 and shape (4,)", [1.0] * 4)
+    assert differences({"w": half}, {"w": whole}, 0.0, ()) == [("w", half[0], whole[0])]
+    assert parts_of({"w": np.zeros((2, 3), np.float32)})["w"][0] == "6 values of float32 and shape (2, 3)"
+
+
 def test_rtol_is_of_the_largest_number_of_an_array():
     ours, theirs = np.float32([1000.0, 1e-3, math.inf]), np.float32([1000.0, 0.0, math.inf])
     assert unequal({"w": ours}, {"w": theirs}, rtol=1e-5) == []

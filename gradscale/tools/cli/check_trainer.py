@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import sys
 from typing import Annotated
@@ -12,7 +11,7 @@ from rich import print_json
 
 from gradscale import testing
 from gradscale.errors import GradscaleError
-from gradscale.tools.cli.output import console
+from gradscale.tools.cli.output import AsJSON, console
 
 
 def check_trainer(
@@ -26,9 +25,7 @@ def check_trainer(
         float,
         typer.Option(metavar="RATIO", min=0.0, max=1.0, help="How much values may differ. Default: not in a bit."),
     ] = 0.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Check that a training loop keeps four rules of bad steps.
 
@@ -44,7 +41,7 @@ def check_trainer(
                 status.console.print(f"{total} runs")
 
         # As `python -m` does, and the command `gradscale` does not.
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+        sys.path.insert(0, "")
         try:
             make = pkgutil.resolve_name(trainer)
             report = testing.check_trainer(make, timeout=timeout, raises=False, rtol=rtol, progress=tell)

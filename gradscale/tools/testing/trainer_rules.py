@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from gradscale.core import validation
 from gradscale.tools.side_channel import SideChannel
@@ -23,6 +23,9 @@ _CAUSES = {
     r"optim|moment|exp_avg|\bmu\b|\bnu\b": "momentum of a step that was not skipped?",
     r"grad": "gradients that a skipped step does not zero?",
 }
+
+_Difference: TypeAlias = tuple[int, int, list[Any], int]
+"""The step, how many parts differ, the first two of them, and the rank."""
 
 
 class TrainerFault(NamedTuple):
@@ -193,9 +196,12 @@ def check_trainer(
                 made[run] = loop.states(run)
             return made[run]
 
+        def first_difference(run: Run, other: Run) -> _Difference | None:
+            return _first_difference(channel, states(run), states(other), rtol, () if run.rule == 3 else exempt)
+
         for run, others in plan.items():
             try:
-                faults += _compare(channel, run, others, states, rtol, () if run.rule == 3 else exempt)
+                faults += _compare(run, others, first_difference, channel.size)
             except RunEndError as end:
                 is_hang, rank, step, text = end.args
                 rule = 4 if is_hang else run.rule
@@ -236,24 +242,19 @@ def _plan(loop: Loop, kinds: Sequence[str], bad_steps: Sequence[int | Sequence[i
 
 
 def _compare(
-    channel: SideChannel,
-    run: Run,
-    others: dict[Run, str],
-    states: Callable[[Run], list[State]],
-    rtol: float,
-    exempt: Sequence[str],
+    run: Run, others: dict[Run, str], first_difference: Callable[[Run, Run], _Difference | None], size: int
 ) -> Iterator[TrainerFault]:
     """Yield the fault of a run that is like none of others at its end: what differs first."""
     firsts: list[Any] = []
     for other, text in others.items():
-        first = _first_difference(channel, states(run), states(other), rtol, exempt)
+        first = first_difference(run, other)
         if first is None:
             return
         firsts.append((*first, text))
     index, _, ((part, our, their), *following), rank, text = max(firsts, key=lambda one: (one[0], -one[1]))
     moments = run.bad if run.saved_after is None else (run.saved_after,)
     late = "" if index in moments else f" and step {index}"
-    of_rank = f" of rank {rank}" if channel.size > 1 and rank != run.rank else ""
+    of_rank = f" of rank {rank}" if size > 1 and rank != run.rank else ""
     if run.rule == 1 and run.bad:
         text += f" ({_cause(part, our, is_late=index > run.bad[-1])})"
     line = f"rule {run.rule}: {run.text}{late}, `{part}`{of_rank} is {our}, and {their} {text}"
@@ -264,8 +265,8 @@ def _compare(
 
 def _first_difference(
     channel: SideChannel, ours: list[State], theirs: list[State], rtol: float, exempt: Sequence[str]
-) -> tuple[int, int, list[Any], int] | None:
-    """Return the step, how many parts differ, the first two of them, and the rank; None if all ranks end alike."""
+) -> _Difference | None:
+    """Return what differs first on any rank; None if all ranks end alike."""
     is_same = not differences(ours[-1], theirs[-1], rtol, exempt)
     by_step = () if is_same else (differences(*pair, rtol, exempt) for pair in zip(ours, theirs, strict=True))
     first = next(((index, len(parts), parts[:2]) for index, parts in enumerate(by_step, -1) if parts), None)
