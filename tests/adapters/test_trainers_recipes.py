@@ -31,6 +31,7 @@ def made(page, name: str, init_scale: float = 2.0**10, batches=BATCHES, **others
     """Return a recipe with what it takes for granted."""
     model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
     names: dict[str, Any] = {"model": model, "actor": model, "loss_of": loss_of}
+    names["loss_fn"] = nn.functional.mse_loss
     names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if name in ("schedule", "accelerate", "accelerate_bfloat16", "fabric", "fabric_bfloat16"):
         names["schedule"] = torch.optim.lr_scheduler.ExponentialLR(names["optimizer"], 0.9)
@@ -83,6 +84,20 @@ def test_a_recipe_of_several_optimizers_has_no_fault(make):
 def test_fabrics_recipes_have_no_fault(name: str):
     require("lightning")
     assert check_trainer(lambda: made(TORCH_PAGE, name), steps=STEPS).faults == []
+
+
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported:UserWarning")
+def test_ignites_recipe_has_no_fault():
+    require("ignite")
+
+    def make():
+        model = nn.Linear(FEATURES, FEATURES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return made(TORCH_PAGE, "ignite", model=model, optimizer=optimizer, schedule=schedule)
+
+    assert check_trainer(make, steps=STEPS).faults == []
 
 
 class MovesAllSchedules(GradScaler):
@@ -138,4 +153,46 @@ def faults_on_ranks(group, page, name: str):
 )
 def test_a_recipe_of_two_ranks_has_no_fault(page, name: str):
     ((_, faults),) = each(GlooWorld(2), faults_on_ranks, [(page, name)])
+    assert faults == [[], []]
+
+
+def pipeline(group, init_scale: float = 2.0**10) -> RecipeTrainer:
+    """Return the recipe of a pipeline on one of two ranks, the outputs of whose stages are times ``fault``."""
+    rank = rank_and_size(group)[0]
+    parts = {index: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for index in (rank, rank + 2)}
+    optimizers = OptimizersContainer(parts.values(), lr=0.1, momentum=0.9)
+    names = {"parts": parts, "optimizers": optimizers, "model": nn.ModuleList(parts.values())}
+    names |= dict(zip(("optimizer", "critic_optimizer"), optimizers.optimizers, strict=True))
+    trainer = made(TORCH_PAGE, "pipeline", **names)
+    for part in parts.values():
+        part.register_forward_hook(lambda _module, _inputs, outputs: outputs * trainer.fault)
+    scaler = trainer.names["scaler"]
+    scaler.load_state_dict(scaler.state_dict() | {"scale": init_scale})
+    return trainer
+
+
+def faults_of_pipeline(group):
+    """Return the text of each fault of the recipe on one rank."""
+    report = check_trainer(functools.partial(pipeline, group), group=group, raises=False, steps=STEPS, kinds=["nan"])
+    return [str(fault) for fault in report.faults]
+
+
+def test_a_pipelines_recipe_has_no_fault():
+    ((_, faults),) = each(GlooWorld(2), faults_of_pipeline, [()])
+    assert faults == [[], []]
+
+
+def faults_of_micro_batches(group):
+    """Return the text of each fault of the recipe that leaves bad micro-batches out, on one rank."""
+    batches = [batch + rank_and_size(group)[0] for batch in BATCHES]
+
+    def make():
+        return made(GUARD_PAGE, "guard-micro-batches", batches=batches)
+
+    options = {"steps": 3, "bad_steps": [1], "kinds": ["nan"], "micro_batches": 4}
+    return [str(fault) for fault in check_trainer(make, group=group, raises=False, **options).faults]
+
+
+def test_the_recipe_of_bad_micro_batches_has_no_fault():
+    ((_, faults),) = each(GlooWorld(2), faults_of_micro_batches, [()])
     assert faults == [[], []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import queue
 import threading
@@ -64,14 +65,38 @@ class WaitingTrainer:
         self.wait()
 
 
+class MicroBatches:
+    """A batch of which some micro-batches are left out."""
+
+    def __init__(self, batch: Any, faults: tuple[float | None, ...]):
+        self.batch, self.faults = batch, faults
+
+    def chunk(self, count: int) -> list[Any]:
+        """Return the micro-batches that there are."""
+        return [part for part, fault in zip(self.batch.chunk(count), self.faults, strict=True) if fault is not None]
+
+
 class RecipeTrainer(WaitingTrainer):
-    """Runs a block of a page, and gives its ``loader`` one batch for each step; its losses are times ``fault``."""
+    """Runs a block of a page, and gives its loop one batch for each step; its losses are times ``fault``."""
 
     def __init__(self, page: Path, name: str, batches: list[Any], names: dict[str, Any]):
-        loss_of = names["loss_of"]
-        self.names = names | {"loss_of": lambda *args: loss_of(*args) * self.fault}
-        self.names["loader"] = (batches[index] for index in self.steps())
+        # The function of a loss that the recipe takes for granted, by its name.
+        losses = {name: functools.partial(self.loss, names[name]) for name in ("loss_of", "loss_fn") if name in names}
+        self.names = names | losses
+        self.names["loader"] = (self.batch(batches[index]) for index in self.steps())
+        self.names["pairs"] = ((batch, batch.flip(-1)) for batch in self.names["loader"])
         self.begin(run_on_names, page, name, self.names)
+
+    def batch(self, whole: Any):
+        """Return a batch, or what is there of its micro-batches."""
+        if not isinstance(self.fault, tuple):
+            return whole
+        self.faults = [fault for fault in self.fault if fault is not None]
+        return MicroBatches(whole, self.fault)
+
+    def loss(self, loss_of: Callable[..., Any], *args: Any):
+        """Return the loss of a batch or of the next micro-batch, times its ``fault``."""
+        return loss_of(*args) * (self.faults.pop(0) if isinstance(self.fault, tuple) else self.fault)
 
     def state(self):
         parts = {name: self.names[name] for name in PARTS if name in self.names}
