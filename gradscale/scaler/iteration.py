@@ -299,7 +299,8 @@ class Iteration:
         counts = self.micro_batches.counts
         if counts.kept or counts.dropped:
             # The next step has micro-batches of its own.
-            self.parts.tally.drop(0 if counts.stepped else counts.dropped)
+            if counts.dropped and not counts.stepped:
+                self.parts.tally.drop(counts.dropped)
             self.micro_batches.forget()
             self.judge.losses = Losses()
         self.parts.mistakes.warn_of_no_gradients(what)

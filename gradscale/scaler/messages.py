@@ -73,7 +73,7 @@ class Messages:
 
     def read(self, pending: PendingVerdict) -> Verdict:
         """Read a verdict after those that were sent before it, since a rank that fails sends none after its failure."""
-        while pending.is_unread and self._sent and self._sent[0] is not pending:
+        while self._sent and self._sent[0] is not pending and pending.is_unread:
             if self._sent[0].is_unread:
                 self._sent[0].read()
             del self._sent[0]

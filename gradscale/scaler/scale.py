@@ -148,7 +148,7 @@ class CurrentScale:
         self.mark_adapted()
         if self.is_static:
             return
-        count = self._largest_of(counts)
+        count = counts[0] if len(counts) == 1 else self._largest_of(counts)
         is_kept = functools.reduce(self.xp.logical_and, flags) if flags else None
         if isinstance(count, int) and is_kept is None and isinstance(before, list) and self.state_adapter.takes_numbers:
             new = next_numbers(self.policy, before, count)

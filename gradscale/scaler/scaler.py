@@ -434,7 +434,8 @@ class GradScaler:
             update = Update(ended, new_scale)
             self._iteration, reports = update.next_iteration()
             micro_batches = ended.micro_batches.counts
-            parts.tally.drop(0 if micro_batches.stepped else micro_batches.dropped)
+            if micro_batches.dropped and not micro_batches.stepped:
+                parts.tally.drop(micro_batches.dropped)
             for step, position in reports:
                 parts.tally.note(step, position)
             stalled, gives_up = parts.tally.pop_stalled(is_alone=update.is_alone, gives_up=update.gives_up)

@@ -136,8 +136,7 @@ class Tally:
 
     def drop(self, number: int) -> None:
         """Count micro-batches that were dropped."""
-        if number:
-            self.counts = {**self.counts, _DROPPED: self.counts.get(_DROPPED, 0) + number}
+        self.counts = {**self.counts, _DROPPED: self.counts.get(_DROPPED, 0) + number}
 
     def position_of(self, optimizer: object) -> int:
         """Return the position of an optimizer's streak, which it takes now if it has none."""

@@ -189,11 +189,12 @@ class Update:
         steps, reports = 0, [*ended.steps]
         for progress in ended.progresses.all:
             steps += progress.stage.is_over and progress.stage is not Stage.DECLINED
+            if progress.pending is not None and progress.pending.groups:
+                self.is_alone = False
             if progress.stage is Stage.LEFT_OUT and progress.verdict is not None:
                 optimizer = progress.optimizer
                 position = None if optimizer is None else parts.tally.position_of(optimizer)
                 reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank), position))
-        self.is_alone = not ended.progresses.sent_messages()
         alone = ended.alone_before + (steps if self.is_alone and ended.agreement.is_alone else 0)
         following = Iteration(ended.number + 1, parts, ended.steps_before + steps, alone)
         if parts.is_guard and ended.progresses.are_over():

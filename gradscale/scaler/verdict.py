@@ -121,8 +121,7 @@ class PendingVerdict:
         """Return the flags with an overflow that the host knows, which counts before any other reason."""
         if flags.code is not self._code:
             flags = flags._replace(code=self._code)
-        reason = claims.reason_number(self._hidden)
-        if self.groups and reason in PROGRAM_CALLS:
+        if self.groups and (reason := claims.reason_number(self._hidden)) in PROGRAM_CALLS:
             flags = flags._replace(presence=Presence.REFUSED + reason - Reason.REFUSED)
         if isinstance(self._count, int) and self._count:
             # A refusal counts again if a framework overrules the overflow.
