@@ -29,14 +29,19 @@ def blocks_on(page: Path) -> dict[str, str]:
     return dict(found)
 
 
+_DATA = {"generator", "batches", "inputs", "targets"}
+
+
 def without_stand_ins(code: str) -> str:
     """Return a program without its model, its batches and its loss, and without the group that it begins."""
     lines = code.splitlines()
     for node in reversed(ast.parse(code).body):
         made = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            made = {name.id for name in [node.targets[0].value] if isinstance(name, ast.Name)}
         is_group = "init_process_group" in (ast.get_source_segment(code, node) or "")
         is_loss = isinstance(node, ast.FunctionDef) and node.name == "loss_of"
-        if is_group or is_loss or made == {"model", "loader"}:
+        if is_group or is_loss or made == {"model", "loader"} or (made and made <= _DATA):
             del lines[node.lineno - 1 : node.end_lineno]
     return "\n".join(lines)
 
