@@ -95,6 +95,12 @@ def guards(quick: bool) -> list[Row]:
         calls = {"guarded": partial(_guarded, other, optimizer), "peer": partial(_scaled, scaler, optimizer)}
         case = f"torch StepGuard iteration, {readable} / torch.amp's"
         rows += compared(case, calls, rounds // (5 if quick else 1), {"guarded": 1.4 if count == 1 else 1.0})
+        calls = {
+            "guarded": partial(_by_norm, other, parameters, optimizer),
+            "peer": partial(_if_finite, parameters, optimizer),
+        }
+        case = f"torch clip_grad_norm_, StepGuard.step(norm=), {readable} / clip_grad_norm_, step if isfinite"
+        rows += compared(case, calls, rounds // (5 if quick else 1), {"guarded": 2.0 if count == 1 else 1.1})
     return rows
 
 
@@ -105,6 +111,15 @@ def _guarded(guard: Any, optimizer: Idle):
 def _by_hand(parameters: list[torch.nn.Parameter], optimizer: Idle):
     torch.nn.utils.clip_grad_norm_(parameters, 1e9)
     optimizer.step()
+
+
+def _by_norm(guard: Any, parameters: list[torch.nn.Parameter], optimizer: Idle):
+    guard.step(optimizer, norm=torch.nn.utils.clip_grad_norm_(parameters, 1e9))
+
+
+def _if_finite(parameters: list[torch.nn.Parameter], optimizer: Idle):
+    if torch.nn.utils.clip_grad_norm_(parameters, 1e9).isfinite():
+        optimizer.step()
 
 
 def _scaled(scaler: Any, optimizer: Idle):
