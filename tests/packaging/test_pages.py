@@ -1,5 +1,6 @@
 """The pages: their code runs as it stands, their commands are the ones that are tested."""
 
+import importlib.util
 import json
 import os
 import re
@@ -13,8 +14,6 @@ from commands import ran
 from cupy_devices import require_cupy, require_device_count
 from recipe_blocks import names_given
 from worlds import mpi_command, mpi_environment
-
-import gradscale
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("", ".github", "gradscale", "gradscale/interop", "examples", "tests", "tests/benchmarks")
@@ -164,7 +163,8 @@ def test_the_front_page_installs_from_the_address_of_the_project():
 
 def test_the_map_of_an_iteration_names_what_is_there():
     text = PAGES[".github/CONTRIBUTING.md"]
-    files = [*Path(gradscale.__file__).parent.rglob("*.py"), ROOT / "backends/gradscale_torch/groups.py"]
+    packages = [importlib.util.find_spec(name) for name in ("gradscale", "gradscale_torch")]
+    files = [path for package in packages for path in Path(package.origin).parent.rglob("*.py")]
     code = "".join(path.read_text() for path in files)
     there = {*re.findall(r"(?:def|class) (\w+)", code), *re.findall(r"^    (\w+): ", code, re.MULTILINE)}
     called = re.findall(r"^ *(?:scaler|iteration|backend|current|guard|mistakes)\.(?!py\b)(\w+)", text, re.MULTILINE)
