@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,11 +12,11 @@ from gradscale import Backend, DynamicScale, ScaleState
 from gradscale.core import arithmetic, tree
 from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
 from gradscale.core.backend import HostRead, require_values
-from gradscale.core.gradients import Collected, ParameterCache, Request, parameter_lists
+from gradscale.core.gradients import Collected, ParameterCache, Request
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32, wrong_value
-from gradscale.errors import InvalidTypeError, reading
+from gradscale.errors import InvalidTypeError
 from gradscale_torch import devices, gradients
 from gradscale_torch.devices import CPU, Flags, TensorRead, forbid_capture, is_capturing, to_device
 from gradscale_torch.groups import TorchCollectives
@@ -274,13 +273,9 @@ class ScalerBackend(TorchBackend):
         parameters = cache.get(id(optimizer))
         return isinstance(parameters, gradients.Parameters) and parameters.left_scaled
 
-    def groups_of(self, optimizer: Any) -> Sequence[Collectives]:
+    def groups_of(self, optimizer: Any, cache: ParameterCache) -> Sequence[Collectives]:
         """Return the meshes of an optimizer's DTensor parameters."""
-        # Without reading the gradients: a rank whose gradients raise an error must not stay away.
-        with reading("an optimizer"):
-            lists = parameter_lists(optimizer) if hasattr(optimizer, "param_groups") else ()
-        meshes = gradients.meshes_of(itertools.chain.from_iterable(params for _, params in lists))
-        return gradients.groups_over(meshes, self._settings.timeout)
+        return gradients.groups_over(gradients.meshes_without_gradients(optimizer, cache), self._settings.timeout)
 
     def norm_groups(self, optimizer: Any, cache: ParameterCache) -> Sequence[Collectives]:
         """Return the mesh over which the norm of DTensor gradients is summed up."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import struct
@@ -20,7 +21,7 @@ from gradscale.core.arithmetic import clip_numbers
 from gradscale.core.gradients import Findings, ParameterCache, Request, ScaleView
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import bits_of_float32, float32_from_bits
-from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, short_repr
+from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, reading, short_repr
 from gradscale_torch.devices import CPU, Flags, combine_flags, is_capturing, is_on_cpu, to_device
 from gradscale_torch.groups import TorchCollectives
 
@@ -344,6 +345,16 @@ def meshes_of(parameters: Iterable[object]) -> tuple[DeviceMesh, ...]:
     for mesh in dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh")):
         by_ranks.setdefault(frozenset(mesh.mesh.flatten().tolist()), mesh)
     return tuple(by_ranks[ranks] for ranks in sorted(by_ranks, key=len, reverse=True))
+
+
+def meshes_without_gradients(optimizer: Any, cache: ParameterCache) -> tuple[DeviceMesh, ...]:
+    """Return the meshes of an optimizer's parameters, also on a rank whose gradients raise an error."""
+    cached: Parameters | None = cache.get(id(optimizer))
+    with reading("an optimizer"):
+        if cached is not None and cached.are_those_of(optimizer):
+            return cached.meshes
+        lists = gradients.parameter_lists(optimizer) if hasattr(optimizer, "param_groups") else ()
+    return meshes_of(itertools.chain.from_iterable(params for _, params in lists))
 
 
 def groups_over(meshes: Sequence[DeviceMesh], timeout: float) -> Sequence[TorchCollectives]:

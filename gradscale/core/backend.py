@@ -266,7 +266,7 @@ class Backend:
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
         return False
 
-    def groups_of(self, optimizer: Optimizer) -> Sequence[Collectives]:  # noqa: ARG002
+    def groups_of(self, optimizer: Optimizer, cache: ParameterCache) -> Sequence[Collectives]:  # noqa: ARG002
         """Return the groups that an optimizer's parameters themselves are spread over."""
         return ()
 

@@ -104,7 +104,7 @@ class Collector:
     def _norm_alone(self, optimizer: Optimizer, norm: Array | float, *, divides: bool) -> UserNorm:
         """Return a norm that stands for gradients that are not looked at."""
         parts, adapter = self._parts, self._parts.current.adapter
-        groups = adapter.groups_of(optimizer)
+        groups = adapter.groups_of(optimizer, parts.cache)
         is_read = parts.agreement.is_alone and not groups and divides and adapter.reads_verdict(optimizer)
         return UserNorm(norm, lambda: self.example(optimizer), groups, is_read=is_read)
 

@@ -28,7 +28,8 @@ class Messages:
 
     def groups_for(self, optimizer: Optimizer) -> Sequence[Collectives]:
         """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
-        groups = self._parts.agreement.usable_groups() or self._parts.current.adapter.groups_of(optimizer)
+        parts = self._parts
+        groups = parts.agreement.usable_groups() or parts.current.adapter.groups_of(optimizer, parts.cache)
         for collectives in groups:
             # The default group is looked up when it is first needed.
             resolve: Callable[[], object] | None = getattr(collectives, "resolve", None)

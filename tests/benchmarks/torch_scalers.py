@@ -82,7 +82,8 @@ def clipping(quick: bool) -> list[Row]:
 def guards(quick: bool) -> list[Row]:
     """Time a guard against torch's scaler, and one that clips against what people write by hand."""
     rows = []
-    for count, size, rounds, target in ((1, 10, 2001, 1.5), (300, 1000, 201, 0.6), (3000, 100, 41, 0.45)):
+    sizes = (1, 10, 2001, 1.5, 2.0), (300, 1000, 201, 0.6, 1.25), (3000, 100, 41, 0.45, 1.1)
+    for count, size, rounds, target, by_norm in sizes:
         optimizer = idle((count, size))
         parameters = optimizer.param_groups[0]["params"]
         # Above any norm, so that gradients stay as they are from round to round.
@@ -100,7 +101,7 @@ def guards(quick: bool) -> list[Row]:
             "peer": partial(_if_finite, parameters, optimizer),
         }
         case = f"torch clip_grad_norm_, StepGuard.step(norm=), {readable} / clip_grad_norm_, step if isfinite"
-        rows += compared(case, calls, rounds // (5 if quick else 1), {"guarded": 2.0 if count == 1 else 1.1})
+        rows += compared(case, calls, rounds // (5 if quick else 1), {"guarded": by_norm})
     return rows
 
 
