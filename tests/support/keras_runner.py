@@ -1,7 +1,8 @@
 """Runs as a process of its own, since Keras takes its backend when it is imported: the class for it, and Keras's own.
 
-``calls`` uses the class without ``fit``; ``weights`` saves weights alone; ``recipe`` runs the recipe and Keras's own
-scaler, and goes on with and without having been saved. Each asserts what must come of it.
+``calls`` uses the class without ``fit``; ``weights`` saves weights alone; ``rules`` holds a loop to check_trainer's;
+``recipe`` runs the recipe and Keras's own scaler, and goes on with and without having been saved. Each asserts what
+must come of it.
 """
 
 from __future__ import annotations
@@ -196,6 +197,41 @@ def weights(folder: Path):
         assert stepped(optimizer, weight, dtype="float16")[1] == kept
 
 
+def rules(folder: Path):
+    """Hold a loop of Keras, which saves and loads the model as a file, to the rules of check_trainer."""
+    found = importlib.import_module(f"gradscale_{keras.config.backend()}.keras_optimizer")
+    inputs, targets = made_pairs([])
+
+    class Trainer:
+        def __init__(self, init_scale: float = 2.0**10):
+            options = {"init_scale": init_scale, "growth_interval": 3}
+            scaler = gradscale.DynamicScale(**options) if IS_JAX else torchs("cpu", **options)
+            self.model = made_model()
+            rate = keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.9)
+            self.model.compile(optimizer=found.ScaledOptimizer(keras.optimizers.Adam(rate), scaler), loss="mse")
+
+        def step(self, index: int, fault: float):
+            rows = slice(8 * index, 8 * index + 8)
+            self.model.train_on_batch(inputs[rows], targets[rows] * np.float32(fault))
+
+        def state(self):
+            optimizer = self.model.optimizer
+            moments = [np.asarray(one) for one in optimizer.inner_optimizer.variables]
+            rate = float(optimizer.inner_optimizer.learning_rate)
+            return {"weights": self.model.get_weights(), "moments": moments, "rate": rate, "scale": scale_in(optimizer)}
+
+        def save(self):
+            self.model.save(folder / "trainer.keras")
+            return folder / "trainer.keras"
+
+        def load(self, path: Path):
+            self.model = keras.models.load_model(path)
+
+    report = gradscale.testing.check_trainer(Trainer, steps=6)
+    assert report.faults == []
+    assert report.runs == 5 + 6 + 2 + 6
+
+
 def torchs(*arguments, **options):
     from gradscale_torch import GradScaler
 
@@ -206,5 +242,5 @@ IS_JAX = keras.config.backend() == "jax"
 
 if __name__ == "__main__":
     # The last one sets the dtypes of all that follows.
-    for what in (calls, weights, recipe):
+    for what in (calls, weights, rules, recipe):
         what(Path(sys.argv[1]))
