@@ -283,7 +283,9 @@ class CurrentScale:
             unused = Use.LEFTOVERS if self.use.has_leftovers else Use.NONE
             self.use = Use.LOADED if self.use is Use.SCALED else unused
         self.policy, self.is_static, self._least_factor = policy, type(policy) is StaticScale, _smallest_factor(policy)
-        self._largest = self._reachable(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
+        # Gradients of before may still be divided by the state that made them.
+        loaded = [numbers.get(name, 0) for name in ScaleState._fields[1:]]
+        self._largest = self._reachable(policy, [*map(max, self._largest, loaded)])
         self._note_replaced(numbers["scale"])
         self._replace(numbers)
 

@@ -50,6 +50,17 @@ def test_a_users_policy_may_tell_by_a_plain_bool_whether_an_overflow_is_raised(a
     assert scaler.get_scale() == 32768.0
 
 
+def test_gradients_of_before_a_load_are_stepped_whatever_trackers_the_loaded_policy_has(arrays: Library):
+    scaler, optimizer = GradScaler(growth_interval=4000), Tree()
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 3999})
+    optimizer.grads = [scaler.scale(arrays.asarray([1.0, 2.0]))]
+    scaler.load_state_dict(GradScaler(init_scale=8.0, growth_interval=5).state_dict())
+    scaler.step(optimizer)
+    arrays.assert_array(optimizer.grads[0], [1.0, 2.0])
+    report = scaler.last_step(optimizer)
+    assert (report.skipped, report.scale) == (False, 65536.0)
+
+
 def test_a_policy_of_the_users_is_never_replaced():
     class Mine(DynamicScale):
         """A policy of a user's own."""

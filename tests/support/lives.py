@@ -150,8 +150,8 @@ class Streak:
         """Return a streak with scales as those that were saved."""
         reasons = {**saved}
         first, since, last = reasons.pop("scales")
-        fell = [first, last + 1.0, *[last] * (since + 1)]
-        scales = fell if last < first else [*[first] * (since - 1), last]
+        # A fall as many steps ago as it was saved; without any it counts the same.
+        scales = [first, math.nextafter(last, math.inf), *[last] * (since + 1)]
         return cls(collections.Counter(reasons), scales=scales if first else [])
 
 
