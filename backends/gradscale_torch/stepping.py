@@ -108,7 +108,7 @@ def _pending_verdict(step: Step) -> PendingVerdict:
     if progress.stage.is_ready:
         iteration.unscale(progress, step.optimizer, divides=False, then=Stage.STEPPING)
     if progress.pending is None:
-        # They could not be unscaled before, which raises.
+        # The gradients could not be unscaled before: this raises.
         iteration.verdict(progress)
     assert progress.pending is not None
     return progress.pending

@@ -41,7 +41,7 @@ class Collector:
         self._parts, self._messages = parts, messages
 
     def request(self, optimizer: Optimizer, clipping: Clipping) -> Request:
-        """Return what clipping asks for; InvalidValueError for gradients without a norm, before any is modified."""
+        """Return the options of clipping; InvalidValueError for gradients without a norm, before any is modified."""
         current, agreement = self._parts.current, self._parts.agreement
         groups = current.adapter.norm_groups(optimizer, self._parts.cache)
         if not groups and clipping.norm_over == "group":
@@ -94,7 +94,7 @@ class Collector:
         return Collection(gradients, groups or gradients.groups, request.max_norm, has_norm, checksum)
 
     def _request_of_step(self, optimizer: Optimizer, *, divides: bool, has_groups: bool) -> Request:
-        """Return what a step wants of the gradients that it unscales, or has the optimizer unscale."""
+        """Return the options of a step that unscales the gradients, or has the optimizer unscale them."""
         clipping = self._parts.clipping
         if clipping.max_norm is None:
             return UNSCALING if divides else _JUDGING

@@ -125,7 +125,7 @@ def check_arguments(function: Callable[_Arguments, _Returned]) -> Callable[_Argu
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
-        # It takes longer than Python's own call.
+        # To bind arguments takes longer than Python's own call.
         if kwargs or len(args) != by_position:
             _arguments(function.__name__, signature, args, kwargs)
         return function(*args, **kwargs)

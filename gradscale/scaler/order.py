@@ -104,6 +104,6 @@ def not_at_boundary(what: str, iteration: int) -> CallOrderError:
 
 
 def step_without_gradients(kind: str, *, is_alone: bool) -> str:
-    """Return what is wrong with the step of an optimizer that has no gradient at all."""
+    """Return the text for the step of an optimizer without any gradient."""
     ranks = "" if is_alone else " on any rank"
     return f"step() of {kind}, none of whose parameters has a gradient{ranks}: {NO_GRADIENTS}. Nothing was stepped"

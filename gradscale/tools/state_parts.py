@@ -47,7 +47,7 @@ def differences(ours: State, theirs: State, rtol: float, exempt: Iterable[str]) 
     """Return the name of each part in which two states differ, and the first values that do, as text."""
     rows = []
     for name in theirs | ours:
-        # What scaled() and guarded() of gradscale_jax are around is an optimizer, and no part of a scaler.
+        # The state inside of gradscale_jax's scaled() and guarded() is an optimizer's, and not a scaler's.
         if any(word in name.lower().replace("gradscale_inner_state", "") for word in exempt):
             continue
         (form, a), (their_form, b) = ours.get(name, ("absent", [])), theirs.get(name, ("absent", []))

@@ -97,7 +97,7 @@ class Loop(NamedTuple):
                     trainer.load(saved)
                 yield parts_of(trainer.state())
             except SystemExit as error:
-                # It would end the thread, and no other would know.
+                # Else the thread would end, and the runs would wait for it.
                 msg = f"SystemExit: {error}"
                 raise RuntimeError(msg) from error
 

@@ -266,7 +266,7 @@ def _compare(
 def _first_difference(
     channel: SideChannel, ours: list[State], theirs: list[State], rtol: float, exempt: Sequence[str]
 ) -> _Difference | None:
-    """Return what differs first on any rank; None if all ranks end alike."""
+    """Return the first difference of any rank; None if all ranks end alike."""
     is_same = not differences(ours[-1], theirs[-1], rtol, exempt)
     by_step = () if is_same else (differences(*pair, rtol, exempt) for pair in zip(ours, theirs, strict=True))
     first = next(((index, len(parts), parts[:2]) for index, parts in enumerate(by_step, -1) if parts), None)
