@@ -18,8 +18,8 @@ from gradscale.core.arithmetic import (
     as_0d_array,
     clip_factor_of,
     device,
+    dtype_kind,
     float32_bits,
-    kind_of,
     nonfinite_flag,
 )
 from gradscale.core.identity import IdentityMap
@@ -184,7 +184,7 @@ class Gradients:
         state = UnitState(*state) if current.is_static and current.is_one(state) else state
         is_divided = not isinstance(state, UnitState)
         keeps_dtype = self._master_dtype is None
-        narrow = _narrow_dtypes(chosen) if keeps_dtype and is_divided and self._request.are_scaled else ""
+        narrow = _narrow_dtypes(chosen, current.xp) if keeps_dtype and is_divided and self._request.are_scaled else ""
         self.is_touched = True
         unscaled, nonfinite, norm = self._unscaled(backend, chosen, state)
         count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
@@ -225,11 +225,10 @@ class Gradients:
         return backend.multiply_in_place(arrays, factor), as_0d_array(xp, xp.maximum(nonfinite, overflows)), norm
 
 
-def _narrow_dtypes(arrays: Sequence[Array]) -> str:
+def _narrow_dtypes(arrays: Sequence[Array], xp: Namespace) -> str:
     """Return the names of the half-precision dtypes of arrays; bfloat16 has the range of float32."""
-    by_dtype = dict(zip(map(_dtype, arrays), arrays, strict=True))
-    halves = {str(x.dtype) for x in by_dtype.values() if kind_of(x) is Kind.HALF and "bfloat16" not in str(x.dtype)}
-    return ", ".join(sorted(halves))
+    halves = {str(dtype) for dtype in set(map(_dtype, arrays)) if dtype_kind(dtype, xp) is Kind.HALF}
+    return ", ".join(sorted(name for name in halves if "bfloat16" not in name))
 
 
 @dataclasses.dataclass(slots=True)

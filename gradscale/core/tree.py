@@ -11,7 +11,7 @@ read an InvalidTypeError.
 import copy
 import dataclasses
 import functools
-import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -33,8 +33,9 @@ _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
 
 _WHAT = "a container of arrays"
-# Types and dtypes of floating arrays, and the names of the namespaces that they belong to.
-_floating_kinds: set[tuple[type, object, str]] = set()
+# By the name of a namespace: types and dtypes of its floating arrays.
+_floating_kinds: dict[str, set[tuple[type, object]]] = {}
+_dtype = operator.attrgetter("dtype")
 
 
 def _is_leaf(node: object) -> bool:
@@ -260,25 +261,22 @@ def floating_leaves(
 
     Errors call a leaf ``what``, and ``rebuild`` builds the tree, to name the place of a bad one.
     """
+    floating = _floating_kinds.setdefault(namespace.__name__, set())
     try:
         # Thousands of leaves are of few kinds.
-        are_floating = _floating_kinds.issuperset(
-            zip(map(type, leaves), [leaf.dtype for leaf in leaves], itertools.repeat(namespace.__name__))
-        )
+        are_floating = floating.issuperset(zip(map(type, leaves), map(_dtype, leaves), strict=True))
     except Exception:
         # Read one by one, below, the leaves say which one raises.
         are_floating = False
     if not are_floating:
         with reading(what):
             kinds = [(type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
-            floating = set()
             for kind in dict.fromkeys(kinds):
                 first = kinds.index(kind)
                 name = functools.partial(_leaf_name, what, leaves, first, rebuild)
                 if _is_floating(leaves[first], namespace, takes_integers, name):
                     floating.add(kind)
             leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind in floating]
-            _floating_kinds.update((*kind, namespace.__name__) for kind in floating)
     return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
 
 
