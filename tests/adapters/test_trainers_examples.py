@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,21 @@ import numpy as np
 import pytest
 from axes import require
 from scenarios import rank_and_size
-from waiting_trainers import ExampleTrainer, WaitingTrainer
+from waiting_trainers import (
+    EXAMPLES,
+    OPTIONS,
+    DigitsTrainer,
+    ExampleTrainer,
+    WaitingTrainer,
+    faults_of_example,
+    images_and_labels,
+)
 from worlds import GlooWorld, MPIWorld, World, each
 
 import gradscale
 from gradscale.testing import check_trainer
 
 pytestmark = pytest.mark.tier("all")
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-OPTIONS = argparse.Namespace(seed=0, steps=4, inject=[], accumulate=1)
 
 
 @pytest.fixture
@@ -34,31 +38,6 @@ def example(monkeypatch: pytest.MonkeyPatch):
     return importlib.import_module
 
 
-class OfDigits(ExampleTrainer):
-    """The loop of train_digits.py; its bad batches have bad targets."""
-
-    def __init__(self, _: Any, init_scale: float = 2.0**10):
-        program = importlib.import_module("train_digits")
-        images, labels = images_and_labels()
-        self.wanted = np.eye(10, dtype=np.float32)[labels]
-        data, run = (images, self.wanted.copy(), images, labels), program.Run("checked", np.float32, is_scaled=True)
-        super().__init__(program.train, run, OPTIONS, data, program.Ranks(), init_scale)
-
-    def draw(self, index: int):
-        self.names["batches"].bit_generator.state = np.random.default_rng(index).bit_generator.state
-        self.names["wanted"][...] = self.wanted if self.fault == 1.0 else self.fault
-
-    def state(self):
-        moments = {name: value for name, value in vars(self.names["optimizer"]).items() if name != "grads"}
-        weights, scaler = self.names["weights"], self.names["scaler"]
-        return {"weights": weights, "optimizer": moments, "scaler": scaler.state_dict()}
-
-    def load(self, saved: Any):
-        self.names["weights"][...] = saved["weights"]
-        vars(self.names["optimizer"]).update(saved["optimizer"])
-        self.names["scaler"].load_state_dict(saved["scaler"])
-
-
 def with_large_scale(make: Callable[[float], Any]):
     """Return what makes a trainer in float16 with 64 times its scale: small gradients are rounded more coarsely."""
 
@@ -66,13 +45,6 @@ def with_large_scale(make: Callable[[float], Any]):
         return make(init_scale * 64.0)
 
     return made
-
-
-@functools.cache
-def images_and_labels():
-    """Return the digits, which several examples learn."""
-    images, labels, *_ = importlib.import_module("shared.digits").load_images(0)
-    return images, labels
 
 
 class OfJax:
@@ -310,20 +282,12 @@ class OfTorch(ExampleTrainer):
             part.load_state_dict(saved["scaler" if name == "guard" else name])
 
 
-def faults_of(group: Any, make: Callable[..., ExampleTrainer], *arguments: Any):
-    """Return the faults of an example on one rank, each as its rule and the part."""
-    sys.path.insert(0, str(EXAMPLES))
-    made = functools.partial(make, group, *arguments)
-    report = check_trainer(made, group=group, raises=False, steps=OPTIONS.steps, kinds=["nan"])
-    return [(fault.rule, fault.part) for fault in report.faults]
-
-
 # In float32: what float16 makes of a small gradient depends on the scale, and Adam moves by its sign.
 @pytest.mark.parametrize("world", [MPIWorld(1), MPIWorld(2)], ids=["mpi-1", "mpi-2"])
 @pytest.mark.mpi
 def test_the_loop_of_numpy_over_mpi_has_no_fault(world: World):
     require("examples")
-    ((_, faults),) = each(world, faults_of, [(OfDigits,)])
+    ((_, faults),) = each(world, faults_of_example, [(DigitsTrainer, "train_digits", "Ranks")])
     assert faults == [[]] * world.size
 
 
@@ -334,14 +298,14 @@ OF_TORCH = [*(("train_fsdp", method) for method in ("FSDP2", "FSDP1", "DDP")), (
 @pytest.mark.parametrize(("name", "method"), OF_TORCH, ids=map("-".join, OF_TORCH))
 def test_a_loop_of_torch_has_no_fault(name: str, method: str):
     require("examples")
-    ((_, faults),) = each(GlooWorld(2), faults_of, [(OfTorch, name, method, True)])
+    ((_, faults),) = each(GlooWorld(2), faults_of_example, [(OfTorch, name, method, True)])
     assert faults == [[], []]
 
 
 @pytest.mark.torch
 def test_a_loop_of_torch_without_a_scaler_has_faults():
     require("examples")
-    ((_, faults),) = each(GlooWorld(2), faults_of, [(OfTorch, "train_fsdp", "DDP", False)])
+    ((_, faults),) = each(GlooWorld(2), faults_of_example, [(OfTorch, "train_fsdp", "DDP", False)])
     assert faults == [[(1, "weights[0]")] * 6] * 2
 
 

@@ -1,4 +1,4 @@
-"""examples/train_cupy.py as a user runs it, over the driver on the host: it does what train_digits.py does.
+"""examples/train_cupy.py over the driver on the host: it does what train_digits.py does, without traces of bad steps.
 
 NumPy multiplies matrices there, in place of cuBLAS; over NCCL it runs on a machine with a GPU (.ci/gpu).
 """
@@ -12,11 +12,10 @@ import pytest
 from axes import require
 from commands import ran
 from cupy_devices import launch_counter, require_cupy
-from worlds import mpi_command, mpi_environment
+from waiting_trainers import EXAMPLES, DigitsTrainer, faults_of_example
+from worlds import MPIWorld, World, each, mpi_command, mpi_environment
 
 pytestmark = [pytest.mark.cupy, pytest.mark.gpu, pytest.mark.tier("all")]
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # What a Python does first.
 PREPARED = """
@@ -65,3 +64,18 @@ def test_each_rank_in_turn_overflows_and_all_is_as_with_numpy(tmp_path: Path, si
         assert "step 28: overflow seen by" in found
         # CuPy adds up in an order of its own.
         assert numbers == pytest.approx(others, rel=0.03, abs=1e-3)
+
+
+def faults_over_cupy(group, ranks: str):
+    """Return the faults of the example's loop on one rank."""
+    sys.path.insert(0, str(EXAMPLES))
+    exec(PREPARED, {})
+    return faults_of_example(group, DigitsTrainer, "train_cupy", ranks)
+
+
+@pytest.mark.parametrize("world", [MPIWorld(1), MPIWorld(2)], ids=["1", "2"])
+@pytest.mark.mpi
+def test_the_loop_has_no_fault(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOST_DEVICES", "1")
+    ((_, faults),) = each(world, faults_over_cupy, [("GPURanks" if world.size == 1 else "MPIRanks",)])
+    assert faults == [[]] * world.size

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
+import importlib
 import inspect
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from recipe_blocks import run_on_names
+
+from gradscale.testing import check_trainer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OPTIONS = argparse.Namespace(seed=0, steps=4, inject=[], accumulate=1)
 
 # What a recipe may have that a step changes, by its name there; what scales or guards is compared by rule 3 alone.
 PARTS = ("model", "optimizer", "schedule", "average", "critic", "critic_optimizer", "scaler", "guard", "precision")
@@ -142,3 +151,44 @@ class ExampleTrainer(WaitingTrainer):
 
     def save(self):
         return copy.deepcopy(self.state())
+
+
+@functools.cache
+def images_and_labels():
+    """Return the digits, which several examples learn."""
+    images, labels, *_ = importlib.import_module("shared.digits").load_images(0)
+    return images, labels
+
+
+class DigitsTrainer(ExampleTrainer):
+    """The loop of train_digits.py or of train_cupy.py; its bad batches have bad targets."""
+
+    def __init__(self, _: Any, name: str, ranks: str, init_scale: float = 2.0**10):
+        program = importlib.import_module(name)
+        images, labels = images_and_labels()
+        data = images, np.eye(10, dtype=np.float32)[labels], images, labels
+        run = program.Run("checked", np.float32, is_scaled=True)
+        super().__init__(program.train, run, OPTIONS, data, getattr(program, ranks)(), init_scale)
+        self.wanted = self.names["wanted"].copy()
+
+    def draw(self, index: int):
+        self.names["batches"].bit_generator.state = np.random.default_rng(index).bit_generator.state
+        self.names["wanted"][...] = self.wanted if self.fault == 1.0 else self.fault
+
+    def state(self):
+        moments = {name: value for name, value in vars(self.names["optimizer"]).items() if name != "grads"}
+        weights, scaler = self.names["weights"], self.names["scaler"]
+        return {"weights": weights, "optimizer": moments, "scaler": scaler.state_dict()}
+
+    def load(self, saved: Any):
+        self.names["weights"][...] = saved["weights"]
+        vars(self.names["optimizer"]).update(saved["optimizer"])
+        self.names["scaler"].load_state_dict(saved["scaler"])
+
+
+def faults_of_example(group: Any, make: Callable[..., ExampleTrainer], *arguments: Any):
+    """Return the faults of an example on one rank, each as its rule and the part."""
+    sys.path.insert(0, str(EXAMPLES))
+    made = functools.partial(make, group, *arguments)
+    report = check_trainer(made, group=group, raises=False, steps=OPTIONS.steps, kinds=["nan"])
+    return [(fault.rule, fault.part) for fault in report.faults]
