@@ -1,14 +1,15 @@
 """Runs as a process of its own, since Keras takes its backend when it is imported: the class for it, and Keras's own.
 
-``calls`` uses the class without ``fit``; ``weights`` saves weights alone; ``rules`` holds a loop to check_trainer's;
-``recipe`` runs the recipe and Keras's own scaler, and goes on with and without having been saved. Each asserts what
-must come of it.
+``calls`` uses the class without ``fit``; ``weights`` saves weights alone; ``rules`` and ``recipes_keep_rules`` hold
+loops to those of check_trainer; ``recipe`` runs the recipe and Keras's own scaler, and goes on with and without having
+been saved. Each asserts what must come of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import doctest
+import functools
 import importlib
 import io
 import json
@@ -19,8 +20,9 @@ from unittest import mock
 
 import keras
 import numpy as np
-from recipe_blocks import INTEROP, JAX_PAGE, TORCH_PAGE, run_on
+from recipe_blocks import INTEROP, JAX_PAGE, TORCH_PAGE, run_on, run_on_names
 from scenarios import raised
+from waiting_trainers import WaitingTrainer
 
 import gradscale
 from gradscale import InvalidTypeError, InvalidValueError, StaticScale, presets
@@ -232,6 +234,41 @@ def rules(folder: Path):
     assert report.runs == 5 + 6 + 2 + 6
 
 
+def recipes_keep_rules(folder: Path):
+    """Hold the recipes, which call fit, to the rules of check_trainer: each step fits one batch."""
+    inputs, targets = made_pairs([])
+
+    class Trainer(WaitingTrainer):
+        def __init__(self, page: Path, block: str):
+            self.model = made_model()
+            self.model.fit = self.fit
+            self.begin(run_on_names, page, block, {"model": self.model, "inputs": inputs, "targets": targets})
+
+        def fit(self, inputs: Any, targets: Any, **options: Any):
+            for index in self.steps():
+                rows = slice(8 * index, 8 * index + 8)
+                bad = targets[rows] * np.float32(self.fault)
+                keras.Model.fit(self.model, inputs[rows], bad, verbose=0, **options)
+
+        def state(self):
+            optimizer = self.model.optimizer
+            moments = [np.asarray(one) for one in optimizer.inner_optimizer.variables]
+            return {"weights": self.model.get_weights(), "moments": moments, "scale": scale_in(optimizer)}
+
+        def save(self):
+            self.model.save(folder / "recipe.keras")
+            return folder / "recipe.keras"
+
+        def load(self, path: Path):
+            self.model = keras.models.load_model(path)
+
+    page, after = JAX_PAGE if IS_JAX else TORCH_PAGE, f"keras_after_{keras.config.backend()}"
+    for where, block in ((page, "keras"), (INTEROP / "other.md", after)):
+        report = gradscale.testing.check_trainer(functools.partial(Trainer, where, block), steps=4, kinds=["nan"])
+        assert report.faults == []
+        assert report.runs == 5 + 3 + 4
+
+
 def torchs(*arguments, **options):
     from gradscale_torch import GradScaler
 
@@ -242,5 +279,5 @@ IS_JAX = keras.config.backend() == "jax"
 
 if __name__ == "__main__":
     # The last one sets the dtypes of all that follows.
-    for what in (calls, weights, rules, recipe):
+    for what in (calls, weights, rules, recipes_keep_rules, recipe):
         what(Path(sys.argv[1]))

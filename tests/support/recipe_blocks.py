@@ -13,9 +13,20 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-__all__ = ["GUARD_PAGE", "INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on", "names_given", "run_on", "run_on_names"]
+__all__ = [
+    "FRONT_PAGE",
+    "GUARD_PAGE",
+    "INTEROP",
+    "JAX_PAGE",
+    "TORCH_PAGE",
+    "blocks_on",
+    "names_given",
+    "run_on",
+    "run_on_names",
+]
 
 _BACKENDS = Path(__file__).parents[2] / "backends"
+FRONT_PAGE = _BACKENDS.parent / "README.md"
 TORCH_PAGE = _BACKENDS / "gradscale_torch" / "RECIPES.md"
 INTEROP = _BACKENDS.parent / "gradscale" / "interop"
 GUARD_PAGE = _BACKENDS.parent / "gradscale" / "GUARD.md"
@@ -33,16 +44,23 @@ _DATA = {"generator", "batches", "inputs", "targets"}
 
 
 def without_stand_ins(code: str) -> str:
-    """Return a program without its model, its batches and its loss, and without the group that it begins."""
+    """Return a program that loops over ``batches``, without its own, its model, its loss and the group that it begins.
+
+    A loop that draws its batches, or has none, loops over ``batches``, too.
+    """
     lines = code.splitlines()
     for node in reversed(ast.parse(code).body):
-        made = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            made = {name.id for name in [node.targets[0].value] if isinstance(name, ast.Name)}
+        stored = [each for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
+        parts = (each.value if isinstance(each, ast.Subscript) else each for each in stored)
+        made = {each.id for each in parts if isinstance(each, ast.Name)}
         is_group = "init_process_group" in (ast.get_source_segment(code, node) or "")
         is_loss = isinstance(node, ast.FunctionDef) and node.name == "loss_of"
         if is_group or is_loss or made == {"model", "loader"} or (made and made <= _DATA):
             del lines[node.lineno - 1 : node.end_lineno]
+        elif isinstance(node, ast.For):
+            iterable = ast.unparse(node.iter)
+            if iterable.startswith(("range(", "torch.randn(")):
+                lines[node.lineno - 1] = lines[node.lineno - 1].replace(iterable, "batches")
     return "\n".join(lines)
 
 
@@ -70,5 +88,5 @@ def names_given(code: str) -> set[str]:
 def run_on_names(page: Path, name: str, names: dict[str, Any]):
     """Run a recipe of a page in a dictionary of names, which has those that it makes as soon as it makes them."""
     code = blocks_on(page)[name]
-    code = without_stand_ins(code) if "-" in name else code
+    code = without_stand_ins(code) if f"<!-- run: {name} -->" in page.read_text() else code
     exec(compile(code, f"{page.name}: {name}", "exec"), names)

@@ -91,9 +91,11 @@ class RecipeTrainer(WaitingTrainer):
     def __init__(self, page: Path, name: str, batches: list[Any], names: dict[str, Any]):
         # The function of a loss that the recipe takes for granted, by its name.
         losses = {name: functools.partial(self.loss, names[name]) for name in ("loss_of", "loss_fn") if name in names}
-        self.names = names | losses
-        self.names["loader"] = (self.batch(batches[index]) for index in self.steps())
-        self.names["pairs"] = ((batch, batch.flip(-1)) for batch in self.names["loader"])
+        self.loader = (self.batch(batches[index]) for index in self.steps())
+        self.names = {"loader": self.loader, "pairs": ((batch, batch.flip(-1)) for batch in self.loader)}
+        # Of programs that have a loss of their own.
+        self.names["batches"] = (batch * self.fault for batch in self.loader)
+        self.names |= names | losses
         self.begin(run_on_names, page, name, self.names)
 
     def batch(self, whole: Any):
