@@ -150,6 +150,10 @@ class TorchBackend(Backend):
         """Return the dense tensor of a gradient's values on this rank. A loss may be of another library."""
         return gradients.values_of(x) if isinstance(x, Tensor) else x
 
+    def places_of(self, x: Tensor) -> Tensor | None:
+        """Return as floats at which indices a sparse gradient has its values."""
+        return gradients.places_of(x)
+
     def shape_of(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of a gradient on this rank: of a DTensor, that of its local part."""
         return tuple(gradients.local_tensor(x).shape)

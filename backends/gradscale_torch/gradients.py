@@ -462,6 +462,12 @@ def values_of(gradient: Tensor) -> Tensor | None:
         return local if local.layout == torch.strided else local.values()
 
 
+def places_of(gradient: Tensor) -> Tensor | None:
+    """Return the indices of the values of a sparse gradient, duplicates left out, as float64; None of a dense one."""
+    local = local_tensor(gradient.detach())
+    return _coalesced(local).indices().double() if local.layout == torch.sparse_coo else None
+
+
 def _inner_values(tensor: Any) -> Tensor | None:
     """Return the floating values of a subclass that wraps other tensors, such as the scales of an 8-bit state."""
     parts = [values_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]

@@ -282,6 +282,10 @@ class Backend:
         """Return the array that holds an array's values on this rank; None if it has none."""
         return x
 
+    def places_of(self, x: Array) -> Array | None:  # noqa: ARG002
+        """Return as floats at which indices a sparse array has its values; None for a dense one."""
+        return None
+
     def shape_of(self, x: Array) -> tuple[int, ...]:
         """Return the shape of an array on this rank."""
         return tuple(x.shape)

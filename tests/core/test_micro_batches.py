@@ -110,6 +110,7 @@ DIFFERENT = {
     "signs": ([1.0, -2.0, 0.5, 0.75], [-1.0, 2.0, -0.5, 0.75]),
     "rows": ([[1.0, 2.0], [3.0, 4.0]], [[3.0, 4.0], [1.0, 2.0]]),
     "last bit": ([1.0, 2.0], [1.0, 2.0 + 2.0**-22]),
+    "complex": ([1.0 + 2.0j, 3.0 + 4.0j], [3.0 + 4.0j, 1.0 + 2.0j]),
 }
 
 
@@ -118,7 +119,8 @@ def test_any_difference_of_gradients_is_seen_after_a_drop(case: str):
     def rank(group) -> None:
         guard, optimizer = StepGuard(group=group), Tree()
         assert [guard.keeps(np.float32(loss)) for loss in (1.0, math.nan)] == [True, False]
-        optimizer.grads = [np.asarray(DIFFERENT[case][group.rank], np.float32)]
+        dtype = np.complex64 if case == "complex" else np.float32
+        optimizer.grads = [np.asarray(DIFFERENT[case][group.rank], dtype)]
         with pytest.raises(gradscale.ScaleDesyncError):
             guard.step(optimizer)
 
