@@ -30,26 +30,27 @@ class _Group(NamedTuple):
 class TensorSnapshot:
     """Copies as of the last step that was not skipped; they follow conversions, moves and loads of a state dict."""
 
-    takes_flags = True
-
     def __init__(self, wanted: Sequence[object]) -> None:
         self._wanted, self._tensors, modules = wanted, list[Tensor](), list[torch.nn.Module]()
         for each in wanted:
             if isinstance(each, torch.nn.Module):
-                modules += [module for module in each.modules() if module._buffers]
+                # A forward pass may add buffers, but not to a compiled module.
+                modules += [x for x in each.modules() if x._buffers or not isinstance(x, torch.jit.ScriptModule)]
             elif isinstance(each, Tensor):
                 self._tensors.append(each)
             else:
                 raise wrong_type(each, "hold", HOLDABLE)
-        self._modules = list(dict.fromkeys(modules))
+        self._modules = dict.fromkeys(modules)
         self._require_writable()
+        # Those that are None, too.
+        self._registered = {(module, name) for module in self._modules for name in module._buffers}
         self._pairs: dict[_Slot, tuple[Tensor, Tensor]] = {}
         self._groups: list[_Group] = []
         self._follow()
         for module in self._modules:
-            if module not in _snapshots:
+            if _copy_loaded not in module._load_state_dict_post_hooks.values():
                 module.register_load_state_dict_post_hook(_copy_loaded)  # type: ignore[no-untyped-call]
-            _snapshots.setdefault(module, weakref.WeakSet()).add(self)
+        _snapshots.add(self)
 
     def _require_writable(self) -> None:
         """Raise InvalidTypeError for tensors that cannot be written back, and for modules that do not say so."""
@@ -64,11 +65,12 @@ class TensorSnapshot:
     def _current(self) -> dict[_Slot, Tensor]:
         """Return the present tensors, of which a framework may have replaced some. Other buffers are constants."""
         tensors: dict[_Slot, Tensor] = {(id(each), ""): each for each in self._tensors}
-        for module in self._modules:
-            constant = module._non_persistent_buffers_set
-            tensors |= {
-                (module, name): x for name, x in module._buffers.items() if x is not None and name not in constant
-            }
+        tensors |= {
+            (module, name): x
+            for module in self._modules
+            for name, x in module._buffers.items()
+            if x is not None and name not in module._non_persistent_buffers_set
+        }
         return tensors
 
     @torch.no_grad()
@@ -94,6 +96,14 @@ class TensorSnapshot:
             if self._pairs[slot][1].shape == old[slot][1].shape:
                 self._pairs[slot][1].copy_(old[slot][1])
 
+    @property
+    def takes_flags(self) -> bool:
+        """Whether the copies fit the present tensors; else the host has to know what to restore."""
+        current = self._current()
+        return current.keys() == self._pairs.keys() and all(
+            one.shape == self._pairs[slot][1].shape for slot, one in current.items()
+        )
+
     def anew(self) -> TensorSnapshot:
         """Return other copies of the same tensors, as they are now."""
         return TensorSnapshot(self._wanted)
@@ -108,8 +118,7 @@ class TensorSnapshot:
     @torch.no_grad()
     def restore(self, skips: Sequence[Tensor] = ()) -> None:
         """Write the copies back. With ``skips``, 0-d on a device, only if one is not 0, else copy the tensors anew."""
-        if not skips:
-            self._restore_buffers()
+        self._restore_buffers(clones=len(skips) > 0)
         self._follow()
         for group in self._groups:
             if skips:
@@ -118,8 +127,8 @@ class TensorSnapshot:
                 torch.where(is_skipped, group.flat, now, out=group.flat)
             torch._foreach_copy_(group.tensors, group.copies)
 
-    def _restore_buffers(self) -> None:
-        """Restore the buffers that the forward pass has replaced or removed to the tensors of the last step."""
+    def _restore_buffers(self, *, clones: bool) -> None:
+        """Restore the buffers that the forward pass has replaced, added or removed, or make ``clones`` to write to."""
         current = self._current()
         for slot in current.keys() | self._pairs.keys():
             owner, name = slot
@@ -127,14 +136,20 @@ class TensorSnapshot:
             new = current.get(slot)
             if new is old or not isinstance(owner, torch.nn.Module):
                 continue
+            if clones and new is not None:
+                # It may be a batch of the program's.
+                owner._buffers[name] = new.clone()
+            elif old is None and slot not in self._registered:
+                delattr(owner, name)
             # A module that was converted or moved keeps what it has.
-            if new is None or copy is None or new.shape != copy.shape or _kind(new) == _kind(copy):
+            elif new is None or copy is None or new.shape != copy.shape or _kind(new) == _kind(copy):
                 owner._buffers[name] = old
 
     @torch.no_grad()
     def keep(self, module: torch.nn.Module) -> None:
-        """Copy the buffers of one module anew."""
-        self._follow()
+        """Copy the buffers of one module anew, if it is one of these."""
+        if module in self._modules:
+            self._follow()
         for (owner, _), (tensor, copy) in self._pairs.items():
             if owner is module:
                 copy.copy_(tensor)
@@ -144,10 +159,10 @@ def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
     return tensor.device, tensor.dtype
 
 
-_snapshots: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[TensorSnapshot]] = weakref.WeakKeyDictionary()
+_snapshots = weakref.WeakSet[TensorSnapshot]()
 
 
 def _copy_loaded(module: torch.nn.Module, _: object) -> None:
     """Copy what a module has loaded; a function, since copies and pickles of a model hold it."""
-    for snapshot in _snapshots.get(module, ()):
+    for snapshot in _snapshots:
         snapshot.keep(module)

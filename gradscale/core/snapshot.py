@@ -16,8 +16,9 @@ HOLDABLE = "a module of torch, an array that can be written in place, or a list 
 class Snapshot(Protocol):
     """Copies of arrays as they were after the last step that was not skipped."""
 
-    takes_flags: bool
-    """Whether ``restore`` leaves it to a device whether it does anything."""
+    @property
+    def takes_flags(self) -> bool:
+        """Whether ``restore`` leaves it to a device whether it does anything."""
 
     def anew(self) -> Snapshot:
         """Return other copies of the same arrays, as they are now."""

@@ -145,8 +145,8 @@ class GradScaler:
         What the forward pass writes in place: a module's persistent buffers, such as the running statistics of
         BatchNorm, or arrays. If a step of an iteration is skipped, ``update`` writes back what they were after the last
         iteration whose every step was made, or when the module last loaded a state dict. Takes their memory once more,
-        one copy for each dtype in an iteration, and no host read. Of a module's submodules as they are now. Copies and
-        pickles of a scaler hold nothing.
+        one copy for each dtype in an iteration, and no host read, unless buffers were added or have another shape. Of a
+        module's submodules as they are now. Copies and pickles of a scaler hold nothing.
 
     Raises
     ------

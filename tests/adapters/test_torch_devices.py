@@ -848,6 +848,50 @@ def test_what_is_held_is_put_back_on_the_device_without_a_wait(cuda, is_captured
         assert [set(each.reshape(-1).tolist()) for each in values] == [{expected}] * len(held)
 
 
+class Replacing(torch.nn.Module):
+    """Its forward pass replaces its buffers, by its input and perhaps by one of another shape, and adds some."""
+
+    def __init__(self, *, reshapes: bool):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(3, device="cuda"))
+        self.reshapes = reshapes
+        if reshapes:
+            self.register_buffer("shaped", torch.zeros(1, device="cuda"))
+            self.register_buffer("nothing", None)
+
+    def forward(self, x: Any) -> None:
+        self.last = x
+        if self.reshapes:
+            self.nothing = x * 2.0
+            self.shaped = torch.cat([self.shaped, x[:1]])
+            if "added" not in self._buffers:
+                self.register_buffer("added", torch.zeros(3, device="cuda"))
+            self.added = self.added + x
+
+
+@pytest.mark.parametrize("reshapes", [False, True])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_buffers_that_are_replaced_before_a_late_verdict_are_held(cuda, reshapes: bool, bad: int):
+    states = []
+    for values in ([1.0, 2.0], [*[1.0, 2.0][:bad], math.nan, *[1.0, 2.0][bad:]]):
+        model = Replacing(reshapes=reshapes)
+        run = run_on(GradScaler("cuda", init_scale=4.0, hold=model), "AdamW-fused", "cuda", size=3, capturable=True)
+        inputs = [torch.full((3,), value, device="cuda") for value in values]
+        for value, x in zip(values, inputs, strict=True):
+            model(x)
+            run.give(value)
+            cuda.waits.clear()
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+            # A wait only for what the host has to know.
+            assert reshapes or not cuda.waits
+        states.append({name: on_host(buffer).tolist() for name, buffer in model._buffers.items() if buffer is not None})
+        read = [on_host(x).tolist() for x in inputs]
+        assert all(one == [value] * 3 or math.isnan(value) for one, value in zip(read, values, strict=True))
+        assert math.isnan(sum(map(sum, read))) == (len(values) == 3)
+    assert states[0] == states[1]
+
+
 @pytest.mark.parametrize(("name", "most"), [("SGD", 2), ("SGD-fused", 10)], ids=["plain", "fused"])
 def test_holding_costs_a_copy_for_each_dtype_and_no_wait(cuda, name: str, most: int):
     dtypes = [torch.float32, torch.int64]

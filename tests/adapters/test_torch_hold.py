@@ -316,3 +316,66 @@ def test_buffers_that_the_forward_pass_replaces_are_put_back_and_the_batch_is_no
         assert (model.last.item(), len(model.all), model.all[-1].item()) == (last, number, last)
         assert (model.first is None) == (number == 2)
     assert [str(x.item()) for x in data] == ["1.0", "inf", "2.0", "nan"]
+
+
+class Replacing(nn.Module):
+    """Its forward pass writes to no buffer, but replaces them, by its input, and by one of another shape."""
+
+    def __init__(self, device: str = "cpu"):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, device=device))
+        self.register_buffer("last", torch.zeros(2, device=device))
+        self.register_buffer("shaped", torch.zeros(2, device=device))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Any) -> Any:
+        self.last, self.nothing = x, 0.5 * (x if self.nothing is None else self.nothing + x)
+        self.shaped = x.new_zeros(2 + len(self._buffers)) + x[0]
+        if "added" not in self._buffers:
+            self.register_buffer("added", x.clone())
+        self.added = 0.5 * self.added
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("bad", [0, 1, 3])
+@pytest.mark.parametrize("inner", [True, False], ids=["part", "whole"])
+def test_buffers_that_a_forward_pass_replaces_or_adds_are_held(kind: str, bad: int, inner: bool):
+    good = [torch.tensor([1.0, float(index)]) for index in range(4)]
+    states = []
+    for inputs in (good, [*good[:bad], torch.tensor([math.nan, 1.0]), *good[bad:]]):
+        kept = copy.deepcopy(inputs)
+        model = nn.Sequential(nn.Identity(), Replacing()) if inner else Replacing()
+        optimizer, guard = OPTIMIZERS[kind](model.parameters()), StepGuard(hold=model)
+        for x in inputs:
+            loss = model(x)
+            loss.backward()
+            guard.step(optimizer, loss=loss)
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+        # It is not the model's.
+        assert all(torch.equal(one, other) or other.isnan().any() for one, other in zip(inputs, kept, strict=True))
+    assert equal(*states)
+
+
+def test_a_module_that_has_no_buffer_before_its_first_batch_is_held():
+    class Lazy(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            if "mean" not in self._buffers:
+                self.register_buffer("mean", x.mean(0))
+            self.mean.mul_(0.5)
+            return super().forward(x)
+
+    states = []
+    for order in ((0, 1), (None, 0, 1), (0, None, 1)):
+        torch.manual_seed(2)
+        model = Lazy(6, 1)
+        optimizer, guard = torch.optim.SGD(model.parameters(), lr=0.1), StepGuard(hold=model)
+        for index in order:
+            loss = model(batches(2)[index or 0] * (math.nan if index is None else 1.0)).square().mean()
+            loss.backward()
+            guard.step(optimizer, loss=loss)
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    assert equal(states[0], states[1])
+    assert equal(states[0], states[2])
