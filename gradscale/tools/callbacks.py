@@ -325,6 +325,10 @@ class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[type[JSONLines], tuple[str]]:
+        """Have copies and pickles append to the same file."""
+        return type(self), (self.path,)
+
     __del__ = close
 
 
@@ -373,7 +377,8 @@ def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
     """
     where = _as_text(path)
     with _explained(InvalidValueError, f"the log must be a text file that can be read, got {where!r}"):
-        text = Path(where).read_text(encoding="utf-8-sig")
+        # With NUL some file systems fill up what a crash has cut.
+        text = Path(where).read_text(encoding="utf-8-sig").replace("\0", "")
     rows, cut = [], []
     for number, line in enumerate(map(str.strip, text.split("\n")), 1):
         try:
@@ -475,7 +480,8 @@ def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[in
         try:
             run += row["iteration"] == 0
             # A run that goes back to a checkpoint has an iteration again, and perhaps for another rank.
-            batches = iterations[run, row["iteration"], row.get("by")].setdefault(row["rank"], {})
+            by = row["by"] if row["iteration"] != 0 else None
+            batches = iterations[run, row["iteration"], by].setdefault(row["rank"], {})
             batches |= dict.fromkeys(one for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
         except (KeyError, TypeError) as error:
             msg = f"line {row['line']} must be a row of BadBatches, got {short_repr(row)}"

@@ -1,9 +1,12 @@
 """Callbacks: what they log and write, what a resumed run keeps, and what is refused before training."""
 
+import contextlib
+import copy
 import dataclasses
 import json
 import logging
 import math
+import pickle
 import resource
 import types
 from collections.abc import Callable
@@ -64,6 +67,17 @@ def test_a_row_that_a_crash_has_cut_is_left_out_with_a_warning_and_does_not_spoi
                 log(update(iteration))
         with pytest.warns(UserWarning, match=r"log\.jsonl' is read without the rows that were cut, in line 2$"):
             assert [row["iteration"] for row in read_log(path)] == [1, *later]
+
+
+@pytest.mark.parametrize("row", [ROW, ROW[:9]], ids=["whole", "cut"])
+def test_zeros_that_a_file_system_has_filled_in_are_no_row(row: str, tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    path.write_text(row + "\0" * 40)
+    with JSONLines(path) as log:
+        log(update(3))
+    with contextlib.nullcontext() if row == ROW else pytest.warns(UserWarning, match="without the rows that were cut"):
+        rows = [read["iteration"] for read in read_log(path)]
+    assert rows == ([json.loads(ROW)["iteration"]] if row == ROW else []) + [3]
 
 
 BROKEN = ["[" * 100_000, "1" * 200_000, "{}\nmagnitude", '{"scale": oops}', '{"scale": 1 "skipped": true}']
@@ -294,6 +308,27 @@ def test_what_is_no_bad_data_is_not_written_or_not_read(tmp_path: Path):
         BadBatches(path)(UpdateReport(1, 1.0, False, 0, ()))  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="times must be"):
         read_bad_batches(path, times=0)
+
+
+def test_the_log_of_all_steps_is_none_of_bad_batches(tmp_path: Path):
+    path = tmp_path / "scale.jsonl"
+    with JSONLines(path) as log:
+        guard, optimizer = StepGuard(on_update=log), Tree([np.float32([1.0])])
+        guard.step(optimizer, batch=4)
+    with pytest.raises(InvalidValueError, match=r"line 1 must be a row of BadBatches, got \{"):
+        read_bad_batches(path)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copies_and_pickles_of_a_callback_go_on_with_its_file(copied: Callable[[Any], Any], tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    guard, optimizer = StepGuard(on_skip=BadBatches(path)), Tree([np.float32([1.0])])
+    guard.step(optimizer, loss=math.nan, batch=1)
+    guard.on_skip = copied(every_rank(copied(guard.on_skip[0])))
+    guard.step(optimizer, loss=math.nan, batch=2)
+    with JSONLines(path) as log, copied(log) as other:
+        assert other.path == log.path
+    assert (read_bad_batches(path), [row["iteration"] for row in read_log(path)]) == ([1, 2], [0, 1, 2])
 
 
 def test_two_optimizers_and_a_run_that_goes_back_hide_no_batch(tmp_path: Path):
