@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import numbers
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -54,11 +55,13 @@ def _checked_value(name: str, value: Any) -> Array | float | None:
 
 
 def _checked_batch(batch: Any) -> Batch:
-    parts = batch if isinstance(batch, (list, tuple)) else (batch,)
-    if batch is not None and not all(isinstance(one, (int, str)) for one in parts):
+    parts = batch if isinstance(batch, (list, tuple)) else () if batch is None else (batch,)
+    if not all(isinstance(one, (numbers.Integral, str)) for one in parts):
         msg = (
             f"batch must be an int, a string, or a list of these, such as its index or its file, got "
             f"{short_repr(batch)}"
         )
         raise InvalidTypeError(msg)
-    return tuple(batch) if isinstance(batch, list) else batch
+    # Those of NumPy are no values of a log.
+    names = tuple(str(one) if isinstance(one, str) else int(one) for one in parts)
+    return names if parts is batch else next(iter(names), None)

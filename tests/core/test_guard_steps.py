@@ -265,9 +265,11 @@ def test_the_batch_is_in_the_rows_of_a_log(tmp_path: Path):
     path = tmp_path / "log.jsonl"
     with gradscale.callbacks.JSONLines(path) as log:
         guard = StepGuard(on_update=log)
-        for batch in (7, "part-3", None):
+        # Samplers give numbers of NumPy.
+        for batch in (7, "part-3", None, np.int64(8), [np.int32(9), np.str_("a")]):
             stepped(guard, Tree(), batch=batch)
-    assert [json.loads(line)["batch"] for line in path.read_text().splitlines()] == [7, "part-3", None]
+    rows = [json.loads(line)["batch"] for line in path.read_text().splitlines()]
+    assert rows == [7, "part-3", None, 8, [9, "a"]]
 
 
 # The end of an iteration.
