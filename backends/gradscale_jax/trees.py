@@ -77,7 +77,9 @@ def without_values(grads: object, leaves: list[Any]) -> tuple[list[Any], jax.Arr
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
     dtypes = [str(getattr(leaf, "dtype", None)) for leaf in leaves]
     are_values = ["_overwrite_with_gradient" in x or "fp8_meta" in y for x, y in zip(paths, dtypes, strict=True)]
-    judged = [x for x in itertools.compress(leaves, are_values) if isinstance(x, jax.Array) and is_floating(x)]
+    # One of flax's own dtypes has to be converted.
+    values = [x for x in itertools.compress(leaves, are_values) if isinstance(x, jax.Array)]
+    judged = [x if is_floating(x) else jax.lax.convert_element_type(x, jnp.float32) for x in values]
     gradients = [None if is_value else x for x, is_value in zip(leaves, are_values, strict=True)]
     return gradients, count_nonfinite(judged) if judged else 0
 

@@ -299,6 +299,30 @@ def test_values_of_flaxs_own_dtype_for_fp8_pass_as_they_are():
     assert (divided.tolist(), kept is value, int(nonfinite)) == ([2.0**-10] * 2, True, 0)
 
 
+@pytest.mark.parametrize("by", ["value_and_grad", "scaled", "guarded", "unscale"])
+@pytest.mark.parametrize("bad", [1.0, math.nan], ids=["finite", "nan"])
+def test_values_of_flaxs_own_dtype_for_fp8_are_judged(by: str, bad: float):
+    require("flax")
+    from flax.linen import fp8_ops
+
+    params = {"w": jnp.ones(2), FP8: jax.lax.convert_element_type(jnp.full(3, bad), fp8_ops.fm32)}
+
+    @jax.jit
+    def judged(params):
+        if by == "unscale":
+            return gradscale_jax.unscale(params, POLICY.init(GRADS))[1]
+        if by == "value_and_grad":
+            differentiate = gradscale_jax.value_and_grad(
+                lambda one: jnp.sum(one["w"]), POLICY, allow_int=True, reduce=lambda _: params
+            )
+            return differentiate(differentiate.init(params), params).verdict.nonfinite
+        make = gradscale_jax.guarded if by == "guarded" else scaled
+        tx = make(optax.identity(), max_norm=2.5, skip=SkipSpikes(window=4, of="norm"))
+        return tx.update(params, tx.init(params), params)[1].verdict.nonfinite
+
+    assert int(judged(params)) == (not math.isfinite(bad))
+
+
 # The loop on the page.
 
 
