@@ -96,7 +96,7 @@ def value_and_grad(
     reduce: Callable[[G], G] | None = None,
     dtype: DTypeLike | None = None,
     filter: Callable[[object], bool] | None = None,
-) -> Differentiated[P, V, ScaleState]: ...
+) -> Differentiated[P, V, ScaleState[jax.Array]]: ...
 @overload
 def value_and_grad(
     fun: Callable[P, V],
@@ -296,7 +296,7 @@ def _require_loss(value: Any, has_aux: bool) -> jax.Array:
     return loss
 
 
-def _limit(state: ScaleState, loss: jax.Array) -> ScaleState:
+def _limit(state: ScaleState[jax.Array], loss: jax.Array) -> ScaleState[jax.Array]:
     """Return the state with a scale that the dtype of a loss can hold, as the first cotangent must."""
     if kind_of(loss) is Kind.WIDE:
         return state

@@ -53,7 +53,7 @@ class GuardedState(NamedTuple):
     18.0 False
     """
 
-    scale_state: ScaleState
+    scale_state: ScaleState[jax.Array]
     windows: Windows
     tally: jax.Array | None = None
 
@@ -79,7 +79,7 @@ class Judge:
         placed = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and JaxBackend().placement(x)]
         like = max(placed, key=lambda leaf: len(leaf.sharding.device_set), default=jnp.zeros(()))
 
-        def first(state: ScaleState) -> tuple[Windows, Verdict]:
+        def first(state: ScaleState[jax.Array]) -> tuple[Windows, Verdict]:
             verdict = agree(jnp.zeros_like(state.growth_tracker), state, self.policy)
             tally = jnp.asarray([0] * 9 + self._limits, jnp.int32) if self._counts else None
             return self._named(lambda rule: empty_windows(rule, state.scale)), verdict._replace(tally=tally)

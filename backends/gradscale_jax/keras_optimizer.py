@@ -72,7 +72,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         self.fields = [keras.Variable(field, trainable=False) for field in self.policy.init(jnp.zeros(()))]
 
     @property
-    def scale_state(self) -> ScaleState:
+    def scale_state(self) -> ScaleState[jax.Array]:
         """The scale and its trackers, as arrays of JAX."""
         return ScaleState(*[field.value for field in self.fields])
 

@@ -55,7 +55,7 @@ class ScaledOptimizerState(_Stored):
     __slots__ = ()
 
     @property
-    def scale_state(self) -> ScaleState:
+    def scale_state(self) -> ScaleState[jax.Array]:
         """The state to scale the next loss with; :func:`scale_state` finds it."""
         return _rebuild(ScaleState, self.gradscale_scale_state)
 
@@ -262,7 +262,7 @@ def guarded(
     return scaled(tx, StaticScale(1.0), axis_name=axis_name, dtype=dtype, max_norm=max_norm, skip=skip, **limits)
 
 
-def scale_state(opt_state: object) -> ScaleState:
+def scale_state(opt_state: object) -> ScaleState[jax.Array]:
     """Return the scale state in an optax state, for ``gradscale_jax.scale(loss, scale_state(opt_state))``.
 
     Parameters

@@ -141,14 +141,14 @@ def is_float0(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
 
 
-def as_state(state: object) -> ScaleState:
+def as_state(state: object) -> ScaleState[jax.Array]:
     """Return a state as JAX arrays of its dtypes; a checkpoint may have come back as NumPy's, or as numbers."""
     if not isinstance(state, ScaleState):
         raise wrong_type(state, "state", "a ScaleState, such as policy.init(jnp.zeros(())) returns")
     return type(state)(strong(state.scale, jnp.float32), *(strong(tracker, jnp.int32) for tracker in state[1:]))
 
 
-def to_unscale_with(state: ScaleState, policy: object) -> ScaleState:
+def to_unscale_with(state: ScaleState[jax.Array], policy: object) -> ScaleState[jax.Array]:
     """Return a state, as a UnitState if its policy is a constant scale of 1."""
     return UnitState(*state) if type(policy) is StaticScale and policy.init_scale == 1.0 else state
 

@@ -9,7 +9,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
 from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, replicas
-from gradscale.core.protocols import Array, ScaleState
+from gradscale.core.protocols import Array, ArrayT, ScaleState
 from gradscale.core.tree import floating_leaves
 from gradscale.core.validation import wrong_type
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
@@ -50,11 +50,11 @@ def scale(outputs: _T, state: ScaleState) -> _T:
 
 
 @overload
-def unscale(grads: _T, state: ScaleState) -> tuple[_T, Array]: ...
+def unscale(grads: _T, state: ScaleState[ArrayT]) -> tuple[_T, ArrayT]: ...
 @overload
-def unscale(grads: object, state: ScaleState, *, dtype: object) -> tuple[Any, Array]: ...
+def unscale(grads: object, state: ScaleState[ArrayT], *, dtype: object) -> tuple[Any, ArrayT]: ...
 @overload
-def unscale(grads: object, state: ScaleState, *, out: _T) -> tuple[_T, Array]: ...
+def unscale(grads: object, state: ScaleState[ArrayT], *, out: _T) -> tuple[_T, ArrayT]: ...
 def unscale(grads: object, state: ScaleState, *, dtype: object = None, out: object = None) -> tuple[Any, Array]:
     """Divide gradients by the scale, and count the leaves that are not finite afterwards.
 

@@ -1,9 +1,9 @@
-"""Protocols of what plugs in, and the state: Array, Namespace, ScaleState, Policy, Collectives, Group, Optimizer."""
+"""Protocols of what plugs in, and the state: Array, Indexable, ScaleState, Policy, Collectives, Group, Optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 Array: TypeAlias = Any
 """An array of any library that follows the Python array API standard."""
@@ -11,8 +11,29 @@ Array: TypeAlias = Any
 Namespace: TypeAlias = Any
 """An array library's namespace, as the array API standard has it."""
 
+ArrayT = TypeVar("ArrayT")
+"""A library's class of arrays."""
 
-class ScaleState(NamedTuple):
+if TYPE_CHECKING:
+    # typing's own has a default from Python 3.13 on.
+    import typing_extensions
+
+    ArrayT_co = typing_extensions.TypeVar("ArrayT_co", covariant=True, default=Any)
+else:
+    ArrayT_co = TypeVar("ArrayT_co", covariant=True)
+
+
+class Indexable(Protocol[ArrayT_co]):
+    """An array whose elements are arrays of its library's class: of torch, JAX and most others, but not of NumPy.
+
+    The types of NumPy's arrays say a dtype, which those of a state do not share.
+    """
+
+    def __getitem__(self, key: int, /) -> ArrayT_co:
+        """Return an element."""
+
+
+class ScaleState(NamedTuple, Generic[ArrayT_co]):
     """Scale and trackers; a pytree as it stands, every field a 0-d array of one library on one device.
 
     A fresh state has trackers of zero whatever the policy, so that a state of any policy, or of a
@@ -40,10 +61,14 @@ class ScaleState(NamedTuple):
     65536.0 1 0 0
     """
 
-    scale: Array
-    growth_tracker: Array
-    overflow_tracker: Array
-    rescale_tracker: Array
+    scale: ArrayT_co
+    growth_tracker: ArrayT_co
+    overflow_tracker: ArrayT_co
+    rescale_tracker: ArrayT_co
+
+
+# Generic is for type checkers: torch's pytrees take a NamedTuple of two bases for a leaf.
+ScaleState.__bases__ = (tuple,)
 
 
 class Numbers(NamedTuple):

@@ -9,13 +9,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
 from array_api_compat import array_namespace, is_array_api_obj, to_device
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, device, device_kwargs, has_float64, narrowed
-from gradscale.core.protocols import Array, Namespace, Numbers, ScaleState
+from gradscale.core.protocols import Array, ArrayT, Indexable, Namespace, Numbers, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 
 AtMin = Literal["clamp", "hold", "raise"]
@@ -23,13 +23,14 @@ GrowthAfter = Literal["interval", "first_interval_plus_one", "interval_plus_one"
 Refill = Literal["clean_step", "growth", "backoff"]
 
 _Parameters = ParamSpec("_Parameters")
+_State = TypeVar("_State", bound=ScaleState)
 
 
-def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Parameters, ScaleState]:
+def verdict_by_name(update: Callable[_Parameters, _State]) -> Callable[_Parameters, _State]:
     """Let a policy's ``update`` raise for a verdict without its name: the opposite flag would train on silently."""
 
     @functools.wraps(update)
-    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> ScaleState:
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _State:
         if len(args) > 2 or "nonfinite" not in kwargs:
             value = f"{short_repr(args[2])} without a name" if len(args) > 2 else "none"
             msg = (
@@ -156,12 +157,18 @@ class DynamicScale:
             return self.growth_interval, validation.LARGEST_INT32, validation.LARGEST_INT32
         return self.growth_interval, 0 if self.hysteresis == 1 else self.hysteresis, 0
 
+    @overload
+    def init(self, like: Indexable[ArrayT]) -> ScaleState[ArrayT]: ...
+
+    @overload
+    def init(self, like: Array = None) -> ScaleState: ...
+
     def init(self, like: Array = None) -> ScaleState:
         """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
         return _first_state(self.init_scale, like)
 
     @verdict_by_name
-    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+    def update(self, state: ScaleState[ArrayT], *, nonfinite: Array) -> ScaleState[ArrayT]:
         """Return the state after a step, in new arrays: backed off, grown, or with its trackers advanced. No host read.
 
         Parameters
@@ -190,7 +197,7 @@ class DynamicScale:
         """Return the nearest scale in ``[min_scale, max_scale]``."""
         return min(max(scale, self.min_scale), self.largest_scale)
 
-    def backoff(self, state: ScaleState) -> ScaleState:
+    def backoff(self, state: ScaleState[ArrayT]) -> ScaleState[ArrayT]:
         """Return the state with the scale backed off once, even if the overflow is tolerated, and trackers of 0."""
         xp = array_namespace(state.scale)
         zeros = [xp.zeros_like(tracker) for tracker in state[1:]]
@@ -272,6 +279,12 @@ class StaticScale:
     def __post_init__(self) -> None:
         object.__setattr__(self, "init_scale", validation.scale("init_scale", self.init_scale))
 
+    @overload
+    def init(self, like: Indexable[ArrayT]) -> ScaleState[ArrayT]: ...
+
+    @overload
+    def init(self, like: Array = None) -> ScaleState: ...
+
     def init(self, like: Array = None) -> ScaleState:
         """Return the state, in the library and on the device of ``like``."""
         return _first_state(self.init_scale, like)
@@ -281,11 +294,11 @@ class StaticScale:
         return scale
 
     @verdict_by_name
-    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:  # noqa: ARG002
+    def update(self, state: ScaleState[ArrayT], *, nonfinite: Array) -> ScaleState[ArrayT]:  # noqa: ARG002
         """Return the state as it is."""
         return state
 
-    def backoff(self, state: ScaleState) -> ScaleState:
+    def backoff(self, state: ScaleState[ArrayT]) -> ScaleState[ArrayT]:
         """Return the state as it is."""
         return state
 

@@ -10,7 +10,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, library_name
 from gradscale.core.ops import require_state
-from gradscale.core.protocols import Array, Collectives, Group, Namespace, Policy, ScaleState
+from gradscale.core.protocols import Array, ArrayT, Collectives, Group, Namespace, Policy, ScaleState
 from gradscale.errors import BackendError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
@@ -56,10 +56,10 @@ class GroupAgreement:
         self._calls = 0
 
     @overload
-    def __call__(self, nonfinite: Array, state: ScaleState, spike: None = None) -> Array: ...
+    def __call__(self, nonfinite: Array, state: ScaleState[ArrayT], spike: None = None) -> ArrayT: ...
 
     @overload
-    def __call__(self, nonfinite: Array, state: ScaleState, spike: Array) -> tuple[Array, Array]: ...
+    def __call__(self, nonfinite: Array, state: ScaleState[ArrayT], spike: Array) -> tuple[ArrayT, ArrayT]: ...
 
     def __call__(self, nonfinite: Array, state: ScaleState, spike: Array | None = None) -> Array | tuple[Array, Array]:
         """Return the largest count of any rank; one collective for each group and one host read.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Any
+import pickle
+from typing import Any, get_type_hints
 
 import pytest
 from axes import is_torch_2_6, require_program
@@ -166,6 +168,17 @@ def test_the_pure_functions_are_one_graph_and_give_what_they_give_without_a_comp
         assert str(got) == str(expected)
         state = got[-1]
     torch._dynamo.reset()
+
+
+def test_a_state_is_a_pytree_of_torch_and_says_its_arrays_to_type_checkers_alone():
+    state = state_of(8.0)
+    leaves, structure = torch.utils._pytree.tree_flatten(state)
+    assert leaves == [8.0, 0, 0, 0]
+    assert torch.utils._pytree.tree_unflatten(leaves, structure) == state == pickle.loads(pickle.dumps(state))
+    assert type(copy.deepcopy(state)._replace(scale=leaves[0])) is type(state) is gradscale.ScaleState
+    assert gradscale.ScaleState.__bases__ == (tuple,)
+    assert gradscale.ScaleState[torch.Tensor](*state) == state
+    assert [*get_type_hints(gradscale.ScaleState)] == [*state._fields]
 
 
 def test_dtensors_are_refused_by_the_functional_core_with_what_to_do():

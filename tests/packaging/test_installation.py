@@ -160,14 +160,14 @@ for tx in (gradscale_jax.guarded(optax.sgd(0.1), give_up_after=9), gradscale_jax
     assert_type(tx.init(params), ScaledOptimizerState)
     assert_type(tx.update(params, tx.init(params))[1].skipped, jax.Array)
 state = gradscale.presets.keras().init(like=jnp.ones(()))
-assert_type(gradscale.unscale(params, state), tuple[dict[str, jax.Array], Any])
-assert_type(gradscale.unscale(params, state, dtype=np.float32), tuple[Any, Any])
-assert_type(gradscale.unscale([jnp.ones(2)], state, out=params), tuple[dict[str, jax.Array], Any])
+assert_type(gradscale.unscale(params, state), tuple[dict[str, jax.Array], jax.Array])
+assert_type(gradscale.unscale(params, state, dtype=np.float32), tuple[Any, jax.Array])
+assert_type(gradscale.unscale([jnp.ones(2)], state, out=params), tuple[dict[str, jax.Array], jax.Array])
 gradscale_jax.guarded(optax.sgd(0.1), policy=gradscale.DynamicScale())  # type: ignore[call-arg]
 plain = gradscale_jax.value_and_grad(jnp.sum, gradscale.DynamicScale())
 counting = gradscale_jax.value_and_grad(jnp.sum, gradscale.DynamicScale(), give_up_after=20)
-assert_type(plain.init(params), gradscale.ScaleState)
-assert_type(plain(plain.init(params), jnp.ones(2)).state, gradscale.ScaleState)
+assert_type(plain.init(params), gradscale.ScaleState[jax.Array])
+assert_type(plain(plain.init(params), jnp.ones(2)).state, gradscale.ScaleState[jax.Array])
 # Without any limit at run time the state is another.
 assert_type(counting.init(params), GuardedState | Any)
 """

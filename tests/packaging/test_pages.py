@@ -113,6 +113,68 @@ CHECKERS = {
 }
 WRONG = "import gradscale\n\ngradscale.GradScaler(init_scale='x').steps\ngradscale.presets.megatrom()\n"
 WRONG += "gradscale.StepGuard(init_scale=2.0)\nreveal_type(gradscale.StepGuard.__init__)\n"
+# What a state's fields are beside an array. NumPy's types say a dtype, which no state beside one has: those are of Any.
+STATES = """
+from typing import Any, assert_type
+import gradscale
+import gradscale_jax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from gradscale import ScaleState
+
+policy, fixed = gradscale.DynamicScale(), gradscale.StaticScale(2.0)
+for tensor in (torch.ones(()), torch.nn.Parameter(torch.ones(2))):
+    state = policy.init(like=tensor)
+    assert_type(state, ScaleState[torch.Tensor])
+    assert_type(state.scale, torch.Tensor)
+    assert_type(state.growth_tracker, torch.Tensor)
+    assert_type(state._replace(scale=torch.ones(())).overflow_tracker, torch.Tensor)
+    grads, nonfinite = gradscale.unscale([tensor], state)
+    assert_type(nonfinite, torch.Tensor)
+    assert_type(policy.update(state, nonfinite=nonfinite).rescale_tracker, torch.Tensor)
+    assert_type(policy.backoff(state), ScaleState[torch.Tensor])
+assert_type(fixed.update(fixed.init(jnp.ones(2)), nonfinite=jnp.int32(0)), ScaleState[jax.Array])
+assert_type(jnp.log2(policy.init(jnp.ones(2)).scale), jax.Array)
+assert_type(gradscale.unscale({"w": jnp.ones(2)}, fixed.init(jnp.ones(2))), tuple[dict[str, jax.Array], jax.Array])
+assert_type(gradscale_jax.value_and_grad(jnp.sum, policy).init(jnp.ones(2)).scale, jax.Array)
+assert_type(policy.init(np.ones(2, np.float16)).scale, Any)
+assert_type(policy.init(np.float32(0)), ScaleState[Any])
+assert_type(gradscale.unscale([np.ones(2, np.float16)], policy.init(np.float32(0)))[1], Any)
+
+
+def agreed(group: gradscale.Group, mine: torch.Tensor, state: ScaleState[torch.Tensor]) -> None:
+    agree = gradscale.GroupAgreement(group, policy)
+    assert_type(agree(mine, state), torch.Tensor)
+    assert_type(agree(mine, state, mine > 0), tuple[torch.Tensor, torch.Tensor])
+
+
+def of_any_library(state: ScaleState) -> Any:
+    return assert_type(state.scale, Any)
+
+
+class OwnPolicy:  # of one library, and without a word on arrays
+    init_scale = 1.0
+
+    def init(self, like: torch.Tensor) -> ScaleState[torch.Tensor]:
+        return policy.init(like)
+
+    def update(self, state: ScaleState, *, nonfinite: torch.Tensor) -> ScaleState:
+        return state
+
+    def backoff(self, state: ScaleState[torch.Tensor]) -> ScaleState[torch.Tensor]:
+        return state
+
+    def clamp(self, scale: float) -> float:
+        return scale
+
+    def at_min_scale(self, state: ScaleState) -> None: ...
+
+
+of_any_library(gradscale.ScaleState(1.0, 0, 0, 0))
+scaler = gradscale.GradScaler(policy=OwnPolicy())
+"""
 # mypy says which options have a default, and not what it is.
 SHOWN = {"mypy": "warn_after: int | None =, ", "pyright": "warn_after: int | None = 50, "}
 
@@ -132,6 +194,7 @@ def test_a_strict_type_checker_accepts_every_block(checker: str, tmp_path: Path)
         (tmp_path / f"block_{number}.py").write_text(given + code)
     (tmp_path / "given.py").write_text("from typing import Any\n\n\ndef __getattr__(name: str) -> Any: ...\n")
     (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "states.py").write_text(STATES)
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(PYRIGHT))
     completed = ran(sys.executable, "-m", checker, *CHECKERS[checker], folder=tmp_path, seconds=500)
     errors = [line for line in completed.stdout.splitlines() if " error: " in line or " - error" in line]
