@@ -3,13 +3,14 @@
 import math
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import is_dataclass
 from typing import Any, TypeAlias
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
+from gradscale.errors import short_repr
 
 State: TypeAlias = dict[str, tuple[str, Sequence[Any]]]
 """By name, such as ``optimizer.state[0].exp_avg``: what a part is, and its values as Python has them."""
@@ -20,13 +21,19 @@ def parts_of(state: object, name: str = "") -> State:
     parts: State = {}
     for path, leaf in tree.leaves_with_paths(state, _is_leaf):
         place = (name + re.sub(r"\['(.*?)'\]", r".\1", path)).lstrip(".")
+        if isinstance(leaf, type):
+            continue
         if hasattr(leaf, "state_dict"):
             parts |= parts_of(leaf.state_dict(), place)
         elif is_array_api_obj(leaf):
             values = _values(leaf)
             parts[place] = f"{len(values)} values of {leaf.dtype} and shape {tuple(leaf.shape)}", values
+        elif isinstance(leaf, Set):
+            parts[place] = type(leaf).__name__, [", ".join(sorted(map(repr, leaf)))]
         elif not callable(leaf):
-            parts[place] = type(leaf).__name__, [leaf]
+            # An object may be another one after the next step.
+            is_plain = leaf is None or isinstance(leaf, (int, float, complex, str, bytes))
+            parts[place] = type(leaf).__name__, [leaf if is_plain else repr(leaf)]
     return parts
 
 
@@ -40,7 +47,7 @@ def _values(x: Any) -> Sequence[Any]:
     x = registry.backend_for(x).values_of(x)
     flat: Any = [] if x is None else array_namespace(x).reshape(x, (-1,))
     values = flat.tolist() if hasattr(flat, "tolist") else [complex(value) for value in flat]
-    return array("d", values) if all(isinstance(value, float) for value in values) else values
+    return array("d", values) if {float}.issuperset(map(type, values)) else values
 
 
 def differences(ours: State, theirs: State, rtol: float, exempt: Iterable[str]) -> list[tuple[str, str, str]]:
@@ -51,18 +58,22 @@ def differences(ours: State, theirs: State, rtol: float, exempt: Iterable[str]) 
         if any(word in name.lower().replace("gradscale_inner_state", "") for word in exempt):
             continue
         (form, a), (their_form, b) = ours.get(name, ("absent", [])), theirs.get(name, ("absent", []))
-        # Sums in another order differ by the size of what is summed, which may cancel.
-        limit = rtol * max((abs(x) for x in b if isinstance(x, float) and math.isfinite(x)), default=0.0)
-        pairs = zip(a, b, strict=True) if form == their_form and repr(a) != repr(b) else ()
-        places = (place for place, pair in enumerate(pairs) if not _is_same(*pair, limit))
         if form != their_form:
             rows.append((name, form, their_form))
-        elif (place := next(places, None)) is not None:
+        elif _bits(a) != _bits(b) and (place := _first_difference(a, b, rtol)) is not None:
             where = f" at element {place}" if len(a) > 1 else ""
-            rows.append((name, f"{a[place]!r}{where}", f"{b[place]!r}"))
+            rows.append((name, short_repr(a[place]) + where, short_repr(b[place])))
     return rows
 
 
-def _is_same(a: Any, b: Any, limit: float) -> bool:
-    """Tell whether numbers have the same bits, or differ within a limit; NaN is like NaN."""
-    return repr(a) == repr(b) or (limit > 0.0 and abs(a - b) <= limit)
+def _bits(values: Sequence[Any]) -> bytes | str:
+    """Return what is the same for values that have the same bits."""
+    return values.tobytes() if isinstance(values, array) else repr(values)
+
+
+def _first_difference(ours: Sequence[Any], theirs: Sequence[Any], rtol: float) -> int | None:
+    """Return where numbers differ first; NaN is like NaN."""
+    # Sums in another order differ by the size of what is summed, which may cancel.
+    limit = rtol * max((abs(x) for x in theirs if isinstance(x, float) and math.isfinite(x)), default=0.0)
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return next((k for k, (a, b) in pairs if repr(a) != repr(b) and not (limit > 0.0 and abs(a - b) <= limit)), None)

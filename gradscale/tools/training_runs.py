@@ -42,10 +42,9 @@ def _forbid_end(run: Run, index: int, ends: Sequence[str], cause: Exception | No
     worst = min(filter(None, ends), key=lambda end: end.startswith("raises"), default="")
     if not worst:
         return
-    words = "; ".join(f"rank {rank} {end or 'ends it'}" for rank, end in enumerate(ends))
-    words += " (does one rank alone skip, or return?)" if "" in ends else ""
-    place = "the making of a trainer" if index < 0 else f"step {index}"
-    is_hang, text = worst.startswith("hangs"), f"{run.text}, in {place}: {words}"
+    is_hang, place = worst.startswith("hangs"), "the making of a trainer" if index < 0 else f"step {index}"
+    text = f"{run.text}, in {place}: " + "; ".join(f"rank {rank} {end or 'ends it'}" for rank, end in enumerate(ends))
+    text += " (does one rank alone skip, or return?)" if is_hang and "" in ends else ""
     if run.kind in ("clean", LEFT_OUT) and not is_hang:
         msg = f"a trainer must end a run that has no bad step, got {text}"
         raise InvalidTypeError(msg) from cause
@@ -96,9 +95,9 @@ class Loop(NamedTuple):
                     saved, trainer = trainer.save(), self.make(**options)
                     trainer.load(saved)
                 yield parts_of(trainer.state())
-            except SystemExit as error:
+            except (SystemExit, KeyboardInterrupt) as error:
                 # Else the thread would end, and the runs would wait for it.
-                msg = f"SystemExit: {error}"
+                msg = f"{type(error).__name__}: {error}"
                 raise RuntimeError(msg) from error
 
     def _fault(self, run: Run, index: int) -> Any:

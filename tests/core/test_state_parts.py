@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,35 @@ def test_numbers_and_text_differ_by_value_and_type():
     assert unequal({"n": 1}, {}) == [("n", "int", "absent")]
     assert unequal([math.nan, Optimizer(1)], [math.nan, Optimizer(2)]) == [("[1].state[0].step", "1", "2")]
     assert unequal({"scaler": {"Scale": 1}}, {"scaler": {"Scale": 2}}, exempt=("scale",)) == []
+
+
+def test_sets_and_objects_are_those_of_the_moment():
+    tags, counts = {"a"}, types.SimpleNamespace(seen=1)
+    before = parts_of({"tags": tags, "counts": counts})
+    tags.add("b")
+    counts.seen = 2
+    rows = differences(parts_of({"tags": tags, "counts": counts}), before, 0.0, ())
+    assert rows == [
+        ("tags", "\"'a', 'b'\"", "\"'a'\""),
+        ("counts", "'namespace(seen=2)'", "'namespace(seen=1)'"),
+    ]
+
+
+def test_the_order_of_a_set_is_no_difference():
+    # In a table of eight places these are in the order in which they came.
+    ours, theirs = {0, 8}, {8, 0}
+    assert repr(ours) != repr(theirs)
+    assert unequal({"seen": ours, "frozen": frozenset(ours)}, {"seen": theirs, "frozen": frozenset(theirs)}) == []
+    assert [name for name, *_ in unequal({"seen": {1}}, {"seen": {2}})] == ["seen"]
+
+
+def test_a_long_text_is_cut_in_what_is_said_of_it():
+    ((_, ours, theirs),) = unequal({"log": "x" * 10**4}, {"log": "y" * 10**4})
+    assert len(ours) == len(theirs) < 1100
+
+
+def test_classes_are_left_out_as_functions_are():
+    assert parts_of({"dtype": np.float32, "optimizer": Optimizer, "clip": len}) == {}
 
 
 def test_an_optimizer_that_ours_is_around_is_not_exempt():

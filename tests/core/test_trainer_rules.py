@@ -7,7 +7,7 @@ import math
 import random
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -460,6 +460,71 @@ class Exits(Loop):
 def test_a_loop_that_exits_is_told():
     expect(
         check(Exits), Case(Exits, "DeepSpeedExamples #419: Exiting run", 1, "", "SystemExit: the loss is not finite")
+    )
+
+
+class Interrupts(Loop):
+    def step(self, index: int, fault: Any):
+        if fault != 1.0:
+            raise KeyboardInterrupt("by hand")
+        super().step(index, fault)
+
+
+def test_a_loop_that_interrupts_itself_does_not_hang():
+    report = check(Interrupts, kinds=["nan"], bad_steps=[1])
+    assert (report.faults[0].rule, report.faults[0].step) == (1, 1)
+    assert "raises: RuntimeError: KeyboardInterrupt: by hand" in str(report.faults[0])
+
+
+class RaisesAfterReduction(Loop):
+    """On one rank, and the others do not wait for it in this step."""
+
+    def step(self, index: int, fault: Any):
+        super().step(index, fault)
+        if not math.isfinite(fault):
+            raise FloatingPointError("loss is not finite")
+
+
+def test_where_one_rank_raises_and_none_hangs_no_hang_is_explained():
+    report = check(RaisesAfterReduction, 2, kinds=["nan"], bad_steps=[1])
+    end = "in step 1: rank 0 raises: FloatingPointError: loss is not finite; rank 1 ends it"
+    assert str(report.faults[0]) == f"rule 1: after the NaN of step 1 on rank 0, {end}"
+
+
+class IsArray(Loop):
+    """Its state is an array, without a name."""
+
+    def state(self):
+        return self.weights
+
+
+class IsArrayThatSteps(IsArray):
+    is_finite = StepsAlways.is_finite
+
+
+def test_a_state_without_names_is_called_state():
+    assert check(IsArray, raises=True).faults == []
+    report = check(IsArrayThatSteps, kinds=["nan"])
+    assert report.faults[0].part == ""
+    assert str(report.faults[0]).startswith("rule 1: after the NaN of step 0, `state()` is nan at element 0, and ")
+
+
+class BeginsElsewhere(Loop):
+    """With an object whose text does not have its values; all are kept, so that no two are at one place."""
+
+    generators: ClassVar[list[Any]] = []
+
+    def state(self):
+        self.generators.append(np.random.default_rng(0))
+        return {"generator": self.generators[-1]} | super().state()
+
+
+def test_what_differs_from_the_beginning_on_is_told():
+    (fault,) = check(BeginsElsewhere).faults
+    assert (fault.rule, fault.kind, fault.step, fault.part) == (1, "clean", -1, "generator")
+    assert str(fault).startswith("rule 1: in a second clean run, at the beginning, `generator` is 'Generator(PCG64)")
+    assert str(fault).endswith(
+        "in the first: give rtol=, or make the loop deterministic; of an object return the values"
     )
 
 

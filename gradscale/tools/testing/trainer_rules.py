@@ -219,7 +219,8 @@ def check_trainer(
 def _plan(loop: Loop, kinds: Sequence[str], bad_steps: Sequence[int | Sequence[int]]) -> dict[Run, dict[Run, str]]:
     """Return runs, and those of which each must be like one, with what that is in words."""
     ranks, whole = range(loop.channel.size), Run("in a clean run")
-    plan = {Run("in a second clean run"): {whole: "in the first: give rtol=, or make the loop deterministic"}}
+    text = "in the first: give rtol=, or make the loop deterministic; of an object return the values"
+    plan = {Run("in a second clean run"): {whole: text}}
     for each, kind, rank, k in itertools.product(bad_steps, kinds, ranks, range(loop.micro_batches)):
         bad = (each,) if isinstance(each, int) else tuple(each)
         for index in bad:
@@ -253,11 +254,11 @@ def _compare(
         firsts.append((*first, text))
     index, _, ((part, our, their), *following), rank, text = max(firsts, key=lambda one: (one[0], -one[1]))
     moments = run.bad if run.saved_after is None else (run.saved_after,)
-    late = "" if index in moments else f" and step {index}"
+    late = "" if index in moments else f" and step {index}" if index >= 0 else ", at the beginning"
     of_rank = f" of rank {rank}" if size > 1 and rank != run.rank else ""
     if run.rule == 1 and run.bad:
         text += f" ({_cause(part, our, is_late=index > run.bad[-1])})"
-    line = f"rule {run.rule}: {run.text}{late}, `{part}`{of_rank} is {our}, and {their} {text}"
+    line = f"rule {run.rule}: {run.text}{late}, `{part or 'state()'}`{of_rank} is {our}, and {their} {text}"
     line += "".join(f"; `{name}` differs next" for name, *_ in following)
     step = index if index in moments or not moments else moments[-1]
     yield TrainerFault(run.rule, run.kind, rank if run.rank is None else run.rank, step, part, line)
