@@ -15,7 +15,6 @@ from gradscale.tools.side_channel import SideChannel
 from gradscale.tools.state_parts import State, parts_of
 
 LEFT_OUT = "left out"
-_SPIKE = {"spike": 1e6}
 _SEEDS = {"random": "seed", "numpy": "random.seed", "torch": "manual_seed", "mlx.core": "random.seed"}
 
 
@@ -30,6 +29,11 @@ class Run(NamedTuple):
     micro_batch: int | None = None
     saved_after: int | None = None
     init_scale: float | None = None
+
+
+def factor_of(kind: str) -> float:
+    """Return what a loss is multiplied by in a bad step."""
+    return 1e6 if kind == "spike" else float(kind)
 
 
 class RunEndError(Exception):
@@ -103,7 +107,7 @@ class Loop(NamedTuple):
     def _fault(self, run: Run, index: int) -> Any:
         """Return the factor of a step's loss, or those of its micro-batches; None for what is left out."""
         is_bad = index in run.bad and run.rank in (None, self.channel.rank)
-        factor = 1.0 if not is_bad else None if run.kind == LEFT_OUT else float(_SPIKE.get(run.kind, run.kind))
+        factor = 1.0 if not is_bad else None if run.kind == LEFT_OUT else factor_of(run.kind)
         if self.micro_batches == 1 or (factor is None and run.micro_batch is None):
             return factor
         return tuple(factor if run.micro_batch in (None, k) else 1.0 for k in range(self.micro_batches))

@@ -457,6 +457,36 @@ class Exits(Loop):
         super().step(index, fault)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"kinds": kinds} for kinds in (3, [3], ["x"], "bad")),
+        *({"steps": steps} for steps in (0, 2.5, "a")),
+        *({"bad_steps": bad} for bad in (3, [None], "a")),
+        *({"rtol": rtol} for rtol in (-1.0, math.nan, "x")),
+        *({"exempt": exempt} for exempt in (3, [3])),
+        *({"micro_batches": number} for number in (0, "x")),
+        *({"make": make} for make in (None, 3, "module:Class", math)),
+    ],
+    ids=str,
+)
+def test_an_argument_that_is_none_is_refused_before_the_first_run(arguments: dict[str, Any]):
+    made: list[Any] = []
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=r" must be |cannot be read, got "):
+        check_trainer(**{"make": lambda: made.append(1), **arguments})
+    assert not made
+
+
+def test_one_kind_and_one_exempt_part_may_be_bare():
+    parts = []
+    # Not each of its letters.
+    for exempt in ("ame", "EMA"):
+        faults = check(AverageMovesWithSkippedSteps, kinds="NaN", exempt=exempt).faults
+        assert {fault.kind for fault in faults if fault.rule == 1} == {"nan"}
+        parts.append({fault.part for fault in faults if fault.rule == 1})
+    assert parts[0] - parts[1] == {"ema"}
+
+
 def test_a_loop_that_exits_is_told():
     expect(
         check(Exits), Case(Exits, "DeepSpeedExamples #419: Exiting run", 1, "", "SystemExit: the loss is not finite")

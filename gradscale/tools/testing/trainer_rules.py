@@ -11,9 +11,10 @@ from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple, TypeAlias
 
 from gradscale.core import validation
+from gradscale.errors import reading
 from gradscale.tools.side_channel import SideChannel
 from gradscale.tools.state_parts import State, differences
-from gradscale.tools.training_runs import LEFT_OUT, Loop, Run, RunEndError
+from gradscale.tools.training_runs import LEFT_OUT, Loop, Run, RunEndError, factor_of
 
 # By the name of a part: why a bad step may leave a trace there.
 _CAUSES = {
@@ -183,10 +184,17 @@ def check_trainer(
     and 0.00625 without that step (a schedule that counts skipped steps?)
     """
     faults: list[TrainerFault] = []
+    steps = validation.integer("steps", steps, 1, validation.LARGEST_INT32)
+    micro_batches = validation.integer("micro_batches", micro_batches, 1, validation.LARGEST_INT32)
+    rtol = validation.number("rtol", rtol, at_least=0.0, at_most=1.0)
     with ThreadPool(1) as pool:
         channel = SideChannel(group, validation.number("timeout", timeout, above=0.0))
         loop = Loop(make, channel, pool, timeout, steps, micro_batches)
-        plan = _plan(loop, kinds, bad_steps or (0, steps // 2, (steps // 2 - 2, steps // 2 - 1)))
+        with reading("an argument of check_trainer()"):
+            # One alone may be bare.
+            kinds, exempt = ([*map(str.lower, [x] if isinstance(x, str) else x)] for x in (kinds, exempt))
+            _ = [*map(factor_of, kinds)]
+            plan = _plan(loop, kinds, bad_steps or (0, steps // 2, (steps // 2 - 2, steps // 2 - 1)))
         references, made = set[Run]().union(*plan.values()), dict[Run, list[State]]()
 
         def states(run: Run) -> list[State]:
