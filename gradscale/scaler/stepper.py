@@ -181,8 +181,8 @@ class Step:
                 call = PROGRAM_CALLS[max(verdict.reason, Reason.REFUSED)]
                 wrong_order(
                     f"{call} was called{by} in evaluation {self._completed + 1} of a closure, and the optimizer has "
-                    f"begun its step: restore its parameters from a copy or a checkpoint, and refuse a step in the "
-                    f"closure's first evaluation",
+                    f"begun its step: restore its parameters and state from a copy or a checkpoint, and refuse a step "
+                    f"in the closure's first evaluation",
                     iteration.number,
                 )
             if keeps_scale:
@@ -202,7 +202,7 @@ class Step:
         msg = (
             f"evaluation {self._completed + 1} of the closure gives {verdict.nonfinite} non-finite gradients"
             f"{'' if iteration.current.never_scales else scales}. The optimizer has begun its step: restore its "
-            f"parameters from a copy or a checkpoint before going on"
+            f"parameters and state from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)
 

@@ -87,3 +87,30 @@ def test_a_closure_need_not_scale_where_nothing_is_divided(arrays: Library):
         scaler.update()
         arrays.assert_array(optimizer.grads[0], [value])
         assert not scaler.last_step(optimizer).skipped
+
+
+def test_after_a_later_evaluation_has_failed_the_error_names_the_state_of_the_optimizer_too():
+    class Searching(Tree):
+        """As LBFGS: its state has a count of a step that has not come to its end."""
+
+        count, before = 0, None
+
+        def step(self, closure):
+            self.count += 1
+            closure()
+            assert (self.before is None) == (self.count == 1)
+            closure()
+            self.before = self.grads
+
+    guard, optimizer, losses = gradscale.StepGuard(), Searching(), iter([1.0, math.nan, 1.0, 1.0])
+
+    def closure() -> None:
+        optimizer.grads = [guard.scale(np.float32([next(losses)]))]
+
+    words = r"The optimizer has begun its step: restore its parameters and state from a copy or a checkpoint"
+    with pytest.raises(gradscale.ClosureOverflowError, match=words):
+        guard.step(optimizer, closure)
+    optimizer.count = 0
+    guard.update()
+    guard.step(optimizer, closure)
+    assert guard.counts()["taken"] == 1

@@ -1199,7 +1199,9 @@ class _Life:
         if ends == "has begun":
             self.raises(call, "The optimizer has begun its step", kind=gradscale.ClosureOverflowError)
         elif ends == "refused later":
-            self.raises(call, "refuse() was called", "of a closure", "restore its parameters from a copy", ORDER)
+            self.raises(
+                call, "refuse() was called", "of a closure", "restore its parameters and state from a copy", ORDER
+            )
         else:
             self.made(k, answer, call, plan.retries)
         self.take_over(k)
