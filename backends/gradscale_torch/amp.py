@@ -26,7 +26,7 @@ from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short
 from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.options import FACTORS, CommonOptions, GroupOptions, GuardOptions, check_arguments, with_options
 from gradscale.scaler.scale import CurrentScale
-from gradscale.scaler.scaler import agree_over, assemble, call_of, collaborators_of, iteration_of, step_of
+from gradscale.scaler.scaler import collaborators_of, iteration_of
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, hosts
 from gradscale_torch.backend import ScalerBackend
@@ -188,7 +188,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         self._timeout = validation.timeout(options.timeout)
         backend = ScalerBackend(Settings(options.device, options.allow_fp16_grads, self._is_sharded, self._timeout))
         chosen = vars(options) | _factors(options, enabled=is_enabled)
-        assemble(self, collaborators_of(chosen, backend, None, _own_rank), is_enabled)
+        self._assemble(collaborators_of(chosen, backend, None, _own_rank), is_enabled)
         self.set_group(options.group)
 
     def __repr__(self) -> str:
@@ -313,7 +313,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         self._join()
         if (
             loss is not None
-            and iteration_of(self).agreement.is_alone
+            and self._iteration.agreement.is_alone
             and not self._has_group
             and _all_ranks(self._timeout)
         ):
@@ -323,11 +323,14 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             )
             raise InvalidValueError(msg)
         # An override, by a subclass or a framework, is called.
-        is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
-        lock = call_of(self, "step()")
-        self._end_if_over()
+        unscale: Any = self.unscale_
+        if getattr(unscale, "__func__", None) is GradScaler.unscale_:
+            unscale = None
+        lock, is_guard = self._lock_for("step()"), self._parts.is_guard
+        if is_guard:
+            self._end_if_over()
         with lock:
-            step = step_of(self, optimizer, args, kwargs, inputs, None if is_own else self.unscale_)
+            step = Step(self._iteration, optimizer, args, kwargs, self._record, inputs, self, unscale)
             try:
                 with _Untraced(step):
                     if step.calls_optimizer:
@@ -336,7 +339,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             finally:
                 # Closed even if Ctrl-C came before the first line of the step's exit.
                 step.around = None
-        self._end_if_over()
+        if is_guard:
+            self._end_if_over()
         return step.returned  # type: ignore[no-any-return]
 
     update = hosts.untraced(gradscale.GradScaler.update)
@@ -346,22 +350,22 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     def set_group(self, group: Group | None) -> None:
         """Agree over another group, as in :class:`gradscale.ShardedGradScaler`; None for the constructor's default."""
-        iteration_of(self).require_boundary("set_group()")
+        self._iteration.require_boundary("set_group()")
         self._rejoins = group is None and (self._is_sharded or self._judges_losses)
         self._has_group = group is not None
         if group is None:
-            agree_over(self, self._default_groups())
+            self._agree_over(self._default_groups())
         elif self._enabled:
             groups = group if isinstance(group, (list, tuple)) else [group]
             adapters = [_wrap(one, self._timeout) for one in groups]
-            agree_over(self, registry.all_collectives_for(adapters, self._timeout))
+            self._agree_over(registry.all_collectives_for(adapters, self._timeout))
 
     # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain Python values; empty when disabled. One host read."""
         saved = super().state_dict()
-        for progress in iteration_of(self).progresses.all:
+        for progress in self._iteration.progresses.all:
             if progress.stage.is_over and progress.pending is not None and progress.pending.groups:
                 # Torch's keys do not say that the weights are newer than the scale, which ranks have to compare.
                 return saved
@@ -434,13 +438,13 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         current = _current(self)
         current.materialize(torch.empty((), device=dev))
         current.mark_adapted()
-        iteration_of(self).parts.mistakes.allow_unscaled_loss()
+        self._parts.mistakes.allow_unscaled_loss()
 
     _lazy_init_scale_growth_tracker = _not_called("_lazy_init_scale_growth_tracker", _make_state)
 
     def _judge_gradients(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
-        iteration = iteration_of(self)
+        iteration = self._iteration
         progress = iteration.progress_of(optimizer)
         if progress.is_incomplete:
             # Reading the verdict raises, since some gradients may be divided already.
@@ -455,8 +459,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
-        iteration = iteration_of(self)
-        return hosts.flags_by_device(iteration, iteration.progress_of(optimizer))
+        return hosts.flags_by_device(self._iteration, self._iteration.progress_of(optimizer))
 
     def _default_groups(self) -> Sequence[Collectives]:
         # Each rank has a loss of its own, also where all hold the same gradients.
@@ -464,16 +467,16 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     @property
     def _judges_losses(self) -> bool:
-        guard = iteration_of(self).judge.guard
+        guard = self._parts.guard
         return guard is not None and "loss" in guard.rule.of
 
     def _join(self) -> None:
         """Agree over the default groups once they are there, which may be later than the scaler."""
-        agreement = iteration_of(self).agreement if self._rejoins else None
-        if agreement is not None and not agreement.standing.groups:
+        joined = self._parts.agreement.standing.groups
+        if self._rejoins and not joined:
             groups = self._default_groups()
-            if groups or (agreement.standing.groups is None and default_group() is not None):
-                agree_over(self, groups)
+            if groups or (joined is None and default_group() is not None):
+                self._agree_over(groups)
 
 
 class StepGuard(GradScaler, gradscale.StepGuard):

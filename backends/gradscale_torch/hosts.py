@@ -128,7 +128,7 @@ def framework_flags_of(iteration: Iteration, progress: Progress) -> FrameworkFla
 def _flags_from(iteration: Iteration, progress: Progress, pending: PendingVerdict) -> FrameworkFlags:
     """Return a verdict as flags: of each device if this process alone has judged the gradients there."""
     target, flags = pending.state.scale.device, dict(pending.findings.flags or {})
-    is_waited_for = pending.groups and target.type == "cpu" and not pending.is_late
+    is_waited_for = pending.groups and target.type == "cpu" and not pending.reading.is_late
     if pending.is_judged_late or pending.is_judged_by_host or is_waited_for:
         iteration.verdict(progress)
     if pending.groups or pending.is_judged_by_host or not isinstance(progress.code, int) or progress.code:

@@ -1,4 +1,4 @@
-"""IdentityMap: values for objects, by identity and weakly, even without a hash; Positions: a number for each."""
+"""IdentityMap: values for objects, by identity and weakly, even without a hash."""
 
 import weakref
 from typing import TypeVar
@@ -44,24 +44,9 @@ class IdentityMap(dict[int, _Value]):
         self._objects.pop(identity, None)
 
 
-class Positions:
-    """The position of each object that is alive in a list of something: a new object takes the first that is free."""
-
-    def __init__(self) -> None:
-        self._positions: IdentityMap[int] = IdentityMap()
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def get(self, key: object) -> int | None:
-        """Return the position of an object; None if it has none."""
-        return self._positions.get(id(key))
-
-    def of(self, key: object) -> int:
-        """Return the position of an object, which takes one if it has none."""
-        position = self.get(key)
-        if position is None:
-            positions = self._positions.values()
-            position = next(index for index in range(len(positions) + 1) if index not in positions)
-            self._positions.set(key, position)
-        return position
+def take_position(positions: IdentityMap[int], key: object) -> int:
+    """Give a new object the first position in a list that no object alive has, and return it."""
+    taken = positions.values()
+    position = next(index for index in range(len(taken) + 1) if index not in taken)
+    positions.set(key, position)
+    return position

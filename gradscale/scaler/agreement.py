@@ -301,12 +301,14 @@ class Agreement:
         ``sent`` has the hash of ``claim`` over the first group.
         """
         try:
+            queues = []
             for one in groups:
                 common = self.common_of(one)
                 if not common.is_greeted:
                     self._greet(one, sent, number)
                     common.is_greeted = True
-            return Ballot(self, groups, sent, number, claim)
+                queues.append(common.queue)
+            return Ballot(self, groups, queues, sent, number, claim)
         except BaseException as error:
             self.lose(error, number)
             raise
@@ -344,9 +346,16 @@ class Ballot:
     """What was sent, as numbers, which the host that has them need not read."""
 
     def __init__(
-        self, agreement: Agreement, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None
+        self,
+        agreement: Agreement,
+        groups: Sequence[Collectives],
+        queues: Sequence[list[Ballot]],
+        sent: Array,
+        number: int,
+        claim: Claim | None,
     ) -> None:
-        self.agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
+        self.agreement, self._groups, self._queues = agreement, groups, queues
+        self.sent, self._number = sent, number
         self._claims = [] if claim is None else [claim]
         self._hashes: list[tuple[int, ...]] = []
         if self._claims and len(groups) > 1:
@@ -357,8 +366,7 @@ class Ballot:
         # By the group, as far as they have come: what finishes the message, and the answer.
         self._begun: list[Callable[[], Array]] = []
         self._answers: list[Array] = []
-        self._queues = [agreement.common_of(one).queue for one in groups]
-        for queue in self._queues:
+        for queue in queues:
             queue.append(self)
         self._start(sent)
 

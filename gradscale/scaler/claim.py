@@ -437,7 +437,7 @@ def state_bits(values: Sequence[int]) -> Sequence[int]:
 
 def state_of(values: Sequence[int]) -> Numbers:
     """Return the state of a message as Python numbers."""
-    return Numbers(*_STATE.unpack(_BITS.pack(*state_bits(values))))
+    return Numbers(*_STATE.unpack(_BITS.pack(*values[_SCALE:_HASH])))
 
 
 def norm_of(values: Sequence[int]) -> float:

@@ -1,4 +1,4 @@
-"""Collector: what a call asks of an optimizer's gradients, and over which groups they are judged."""
+"""Collection: an optimizer's gradients, what a call asks of them, and over which groups they are judged."""
 
 from __future__ import annotations
 
@@ -29,90 +29,86 @@ class Collection(NamedTuple):
     groups: Sequence[Collectives]
     max_norm: float | None
     """What they are clipped to."""
-    has_norm: bool
     checksum: str
     """Of gradients that ranks may hold unlike, else empty."""
 
 
-class Collector:
-    """Collects an optimizer's gradients for ``unscale_`` or ``step``."""
+def clipping_request(messages: Messages, optimizer: Optimizer, clipping: Clipping) -> Request:
+    """Return the options of clipping; InvalidValueError for gradients without a norm, before any is modified."""
+    current, agreement, cache = messages.parts.current, messages.parts.agreement, messages.parts.cache
+    groups = current.adapter.norm_groups(optimizer, cache)
+    if not groups and clipping.norm_over == "group":
+        groups = agreement.usable_groups()
+    if not groups:
+        return Request(clipping.max_norm)
+    if len(groups) > 1:
+        msg = (
+            f'norm_over="group" needs one group, got {len(groups)}, of which it is not known which hold parts: '
+            f"call unscale_(optimizer), and clip the gradients by a norm of your own"
+        )
+        raise InvalidValueError(msg)
+    claim = functools.partial(messages.next_claim, groups, optimizer, clipping.max_norm, Purpose.NORM)
+    return Request(clipping.max_norm, exchange_over(agreement, current, groups[0], claim))
 
-    def __init__(self, parts: Collaborators, messages: Messages) -> None:
-        self._parts, self._messages = parts, messages
 
-    def request(self, optimizer: Optimizer, clipping: Clipping) -> Request:
-        """Return the options of clipping; InvalidValueError for gradients without a norm, before any is modified."""
-        current, agreement = self._parts.current, self._parts.agreement
-        groups = current.adapter.norm_groups(optimizer, self._parts.cache)
-        if not groups and clipping.norm_over == "group":
-            groups = agreement.usable_groups()
-        if not groups:
-            return Request(clipping.max_norm)
-        if len(groups) > 1:
-            msg = (
-                f'norm_over="group" needs one group, got {len(groups)}, of which it is not known which hold parts: '
-                f"call unscale_(optimizer), and clip the gradients by a norm of your own"
-            )
-            raise InvalidValueError(msg)
-        claim = functools.partial(self._messages.next_claim, groups, optimizer, clipping.max_norm, Purpose.NORM)
-        return Request(clipping.max_norm, exchange_over(agreement, current, groups[0], claim))
+def collect(
+    messages: Messages,
+    progress: Progress,
+    optimizer: Optimizer,
+    request: Request | None,
+    micro_batches: MicroBatches,
+    *,
+    divides: bool,
+) -> Collection:
+    """Return an optimizer's gradients, or the norm that the program has clipped them by.
 
-    def collect(
-        self,
-        progress: Progress,
-        optimizer: Optimizer,
-        request: Request | None,
-        micro_batches: MicroBatches,
-        steps: int,
-        *,
-        divides: bool,
-    ) -> Collection:
-        """Return an optimizer's gradients, or the norm that the program has clipped them by.
+    Without a request by what a step wants. A failure is told to the other ranks.
+    """
+    parts = messages.parts
+    groups = parts.agreement.usable_groups()
+    norm = None if progress.inputs is None else progress.inputs.norm
+    has_dropped = micro_batches.dropped > 0 and id(optimizer) not in micro_batches.stepped
+    if has_dropped and not micro_batches.kept and progress.stage.is_ready:
+        progress.refused = max(progress.refused, Reason.REFUSED)
+    try:
+        if request is None:
+            request = _request_of_step(messages, optimizer, divides=divides, has_groups=len(groups) > 0)
+        if norm is None:
+            gradients = parts.current.adapter.collect(optimizer, parts.cache, request)
+        else:
+            gradients = _norm_alone(parts, optimizer, value_of(norm), divides=request.divides)
+        checksum = _checksum(parts, optimizer, groups, gradients) if has_dropped else ""
+    except Exception:
+        messages.tell_of_failure(optimizer)
+        raise
+    if has_dropped and micro_batches.ends_dropped and micro_batches.kept and gradients.groups:
+        wrong_order(DROPPED_DTENSORS, messages.iteration)
+    return Collection(gradients, groups or gradients.groups, request.max_norm, checksum)
 
-        Without a request by what a step wants. A failure is told to the other ranks; ``steps`` as in ``next_claim``.
-        """
-        parts, messages = self._parts, self._messages
-        groups = parts.agreement.usable_groups()
-        norm = None if progress.inputs is None else progress.inputs.norm
-        has_dropped = micro_batches.were_dropped(optimizer)
-        if has_dropped and not micro_batches.kept and progress.stage.is_ready:
-            progress.refused = max(progress.refused, Reason.REFUSED)
-        try:
-            if request is None:
-                request = self._request_of_step(optimizer, divides=divides, has_groups=len(groups) > 0)
-            if norm is None:
-                gradients = parts.current.adapter.collect(optimizer, parts.cache, request)
-            else:
-                gradients = self._norm_alone(optimizer, value_of(norm), divides=request.divides)
-            checksum = self._checksum(optimizer, groups, gradients) if has_dropped else ""
-        except Exception:
-            messages.tell_of_failure(optimizer, steps)
-            raise
-        if has_dropped and micro_batches.ends_dropped and micro_batches.kept and gradients.groups:
-            wrong_order(DROPPED_DTENSORS, messages.iteration)
-        has_norm = request.max_norm is not None or norm is not None
-        return Collection(gradients, groups or gradients.groups, request.max_norm, has_norm, checksum)
 
-    def _request_of_step(self, optimizer: Optimizer, *, divides: bool, has_groups: bool) -> Request:
-        """Return the options of a step that unscales the gradients, or has the optimizer unscale them."""
-        clipping = self._parts.clipping
-        if clipping.max_norm is None:
-            return UNSCALING if divides else _JUDGING
-        is_read = divides and not has_groups and self._parts.current.adapter.reads_verdict(optimizer)
-        return self.request(optimizer, clipping)._replace(divides=divides, is_read=is_read)
+def _request_of_step(messages: Messages, optimizer: Optimizer, *, divides: bool, has_groups: bool) -> Request:
+    """Return the options of a step that unscales the gradients, or has the optimizer unscale them."""
+    clipping = messages.parts.clipping
+    if clipping.max_norm is None:
+        return UNSCALING if divides else _JUDGING
+    is_read = divides and not has_groups and messages.parts.current.adapter.reads_verdict(optimizer)
+    return clipping_request(messages, optimizer, clipping)._replace(divides=divides, is_read=is_read)
 
-    def _norm_alone(self, optimizer: Optimizer, norm: Array | float, *, divides: bool) -> UserNorm:
-        """Return a norm that stands for gradients that are not looked at."""
-        parts, adapter = self._parts, self._parts.current.adapter
-        groups = adapter.groups_of(optimizer, parts.cache)
-        is_read = parts.agreement.is_alone and not groups and divides and adapter.reads_verdict(optimizer)
-        return UserNorm(norm, lambda: self.example(optimizer), groups, is_read=is_read)
 
-    def _checksum(self, optimizer: Optimizer, groups: Sequence[Collectives], gradients: Collected) -> str:
-        """Return a checksum of gradients that all ranks hold, empty for others."""
-        is_averaged = len(groups) > 0 and not gradients.groups and self._parts.clipping.norm_over != "group"
-        return checksum_of(self._parts.current, optimizer) if is_averaged else ""
+def _norm_alone(parts: Collaborators, optimizer: Optimizer, norm: Array | float, *, divides: bool) -> UserNorm:
+    """Return a norm that stands for gradients that are not looked at."""
+    adapter = parts.current.adapter
+    groups = adapter.groups_of(optimizer, parts.cache)
+    is_read = parts.agreement.is_alone and not groups and divides and adapter.reads_verdict(optimizer)
+    return UserNorm(norm, lambda: example(parts, optimizer), groups, is_read=is_read)
 
-    def example(self, optimizer: Optimizer) -> Array | None:
-        """Return one of an optimizer's gradients, beside which a state can be; None without any."""
-        return self._parts.current.adapter.collect(optimizer, self._parts.cache, UNSCALING).like
+
+def _checksum(parts: Collaborators, optimizer: Optimizer, groups: Sequence[Collectives], gradients: Collected) -> str:
+    """Return a checksum of gradients that all ranks hold, empty for others."""
+    is_averaged = len(groups) > 0 and not gradients.groups and parts.clipping.norm_over != "group"
+    return checksum_of(parts.current, optimizer) if is_averaged else ""
+
+
+def example(parts: Collaborators, optimizer: Optimizer) -> Array | None:
+    """Return one of an optimizer's gradients, beside which a state can be; None without any."""
+    return parts.current.adapter.collect(optimizer, parts.cache, UNSCALING).like

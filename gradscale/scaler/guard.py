@@ -13,7 +13,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, as_0d_array, device, device_kwargs, kind_of, narrowed, nonfinite_flag
-from gradscale.core.identity import Positions
+from gradscale.core.identity import IdentityMap, take_position
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.errors import InvalidTypeError, short_repr, warn_caller
 from gradscale.policies.spikes import SkipSpikes, SpikeState, Window, empty_windows, judge_number, learn_number
@@ -123,7 +123,7 @@ class Guard:
         # By position; optimizers have got as many as there are ``_windows``.
         self._saved = [*map(self._trimmed, saved)]
         # Of each optimizer's window.
-        self._positions = Positions()
+        self._positions: IdentityMap[int] = IdentityMap()
         # By the position of a window, what it has learned last, and what it has become.
         self._learned: dict[int, tuple[Observation, list[Window] | SpikeState]] = {}
 
@@ -177,10 +177,12 @@ class Guard:
 
     def _position_of(self, optimizer: Optimizer) -> int:
         """Return the position of an optimizer's window; a new optimizer takes over one whose owner is gone."""
-        if self._positions.get(optimizer) is None and 0 < len(self._windows) == len(self._positions):
-            # One that is in a reference cycle is there until it is collected, on some ranks sooner than on others.
-            gc.collect()
-        position = self._positions.of(optimizer)
+        position = self._positions.get(id(optimizer))
+        if position is None:
+            if 0 < len(self._windows) == len(self._positions):
+                # One that is in a reference cycle is there until it is collected, on some ranks sooner than on others.
+                gc.collect()
+            position = take_position(self._positions, optimizer)
         if position == len(self._windows):
             self._windows.append(self._saved[position] if position < len(self._saved) else self._trimmed({}))
         return position

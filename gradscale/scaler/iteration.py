@@ -11,12 +11,11 @@ from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import OF_ALL_RANKS
 from gradscale.scaler.claim import PROGRAM_CALLS, Flags, Presence, Reason, Scaled, Verdict
 from gradscale.scaler.collaborators import Collaborators
-from gradscale.scaler.collection import Collection, Collector
+from gradscale.scaler.collection import Collection, collect, example
 from gradscale.scaler.guard import Losses
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.judge import Judge
 from gradscale.scaler.messages import Messages
-from gradscale.scaler.micro_batches import MicroBatchLosses
 from gradscale.scaler.order import (
     FAILED_CLOSURE,
     INCOMPLETE,
@@ -24,7 +23,7 @@ from gradscale.scaler.order import (
     check_inputs,
     check_refusal,
     check_step,
-    check_unscale,
+    forbid_unscale,
     not_at_boundary,
     require_step,
     step_without_gradients,
@@ -40,20 +39,19 @@ from gradscale.scaler.verdict import UNJUDGED, JudgedLoss, PendingVerdict
 class Iteration:
     """The calls between two updates. No part, progress or verdict keeps it alive.
 
-    ``steps_before`` counts the steps of all iterations, of which it forgets those without a group (``alone_before``)
-    when it joins one. ``before_update`` is the state that an update was to adapt; if that is interrupted, the next call
-    goes back to it.
+    ``messages.steps`` counts the steps of all iterations before, of which it forgets those without a group
+    (``alone_before``) when it joins one. ``before_update`` is the state that an update was to adapt; if that is
+    interrupted, the next call goes back to it.
     """
 
     before_update: Saved | None = None
 
     def __init__(self, number: int, parts: Collaborators, steps_before: int = 0, alone_before: int = 0) -> None:
-        self.number, self.parts, self.steps_before, self.alone_before = number, parts, steps_before, alone_before
+        self.number, self.parts, self.alone_before = number, parts, alone_before
         self.current, self.agreement, self.reports = parts.current, parts.agreement, parts.reports
-        self.judge, self.scaling, self.progresses = Judge(parts), Scaling(number, parts), Progresses()
-        self.messages = Messages(number, parts, self.scaling)
-        self.micro_batches = MicroBatchLosses(parts, self.messages, self.scaling, self.judge)
-        self.collector = Collector(parts, self.messages)
+        self.scaling, self.progresses = Scaling(number, parts), Progresses()
+        self.messages = Messages(number, steps_before, parts, self.scaling)
+        self.judge = Judge(parts, self.messages, self.scaling)
         # With the position of the optimizer's streak.
         self.steps: list[tuple[StepReport, int | None]] = []
 
@@ -80,7 +78,8 @@ class Iteration:
     def begin_unscale(self, optimizer: Optimizer) -> Progress:
         """Return an optimizer's progress; CallOrderError if it was unscaled or stepped already."""
         progress = self.progress_of(optimizer)
-        check_unscale(progress, self.number)
+        if not progress.stage.is_ready:
+            forbid_unscale(progress, self.number)
         if self.reports.under_way:
             self.messages.read_late()
         return progress
@@ -89,8 +88,9 @@ class Iteration:
         """Return an optimizer's progress; CallOrderError if it was stepped, InvalidTypeError if it cannot be."""
         require_step(optimizer)
         progress = self.progress_of(optimizer)
-        check_step(progress, self.number, by_closure=by_closure)
-        if progress.stage.is_ready and self.reports.under_way:
+        if not progress.stage.is_ready:
+            check_step(progress, self.number, by_closure=by_closure)
+        elif self.reports.under_way:
             self.messages.read_late()
         return progress
 
@@ -117,7 +117,7 @@ class Iteration:
         for progress in self.progresses.all if self.agreement.usable_groups() else ():
             if progress.pending is not None and progress.pending.is_unread:
                 self.verdict(progress)
-        return self.micro_batches.keeps(owner, loss)
+        return self.judge.keeps(owner, loss)
 
     def unscale(
         self,
@@ -137,30 +137,28 @@ class Iteration:
         """
         if progress.closure.was_evaluated and not self.scaling.is_inside_closure:
             wrong_order(FAILED_CLOSURE, self.number)
-        micro_batches = self.micro_batches.counts
-        collection = self.collector.collect(
-            progress, optimizer, request, micro_batches, self.steps_before, divides=divides
-        )
-        gradients, groups, *_ = collection
+        judge, guard = self.judge, self.judge.guard
+        collection = collect(self.messages, progress, optimizer, request, judge.micro_batches, divides=divides)
+        gradients, groups, max_norm, _ = collection
         source = self.scaling.source_of(progress, optimizer, lambda: gradients.like, has_groups=len(groups) > 0)
-        has_values = is_framework_check or self.judge.check_values(
-            progress, optimizer, has_norm=collection.has_norm, is_alone=not groups
-        )
+        has_values = True
+        if guard is not None and not is_framework_check:
+            has_values = judge.check_values(guard, progress, optimizer, max_norm, is_alone=not groups)
         # Gradients that are judged a second time have lost their norm.
-        judges = progress.stage.is_ready and (self.judge.guard is not None or progress.inputs is not None)
+        judges = progress.stage.is_ready and (guard is not None or progress.inputs is not None)
         findings = self._divide(progress, optimizer, gradients, source.state)
         try:
             loss = UNJUDGED
             if judges:
                 is_read = not groups and self.current.adapter.reads_verdict(optimizer)
-                loss = self.judge.judge(progress, optimizer, findings, source.state, is_read=is_read)
+                loss = judge.judge(progress, optimizer, findings, source.state, is_read=is_read)
             pending = self._pending(progress, optimizer, findings, source, collection, loss, has_values=has_values)
             progress.judge(pending, then)
         except Exception as error:
             if isinstance(error, GradscaleError):
                 self.agreement.fail(error)
             else:
-                self.messages.tell_of_failure(optimizer, self.steps_before)
+                self.messages.tell_of_failure(optimizer)
             raise
         if groups and source.scaled is Scaled.NEVER:
             # As in a pipeline, another rank may have the loss.
@@ -179,7 +177,7 @@ class Iteration:
                 progress.undo(*before)
             # An exchange of norms has failed on all ranks.
             if isinstance(error, Exception) and not isinstance(error, OF_ALL_RANKS):
-                self.messages.tell_of_failure(optimizer, self.steps_before)
+                self.messages.tell_of_failure(optimizer)
             raise
 
     def _pending(
@@ -194,12 +192,12 @@ class Iteration:
         has_values: bool,
     ) -> PendingVerdict:
         """Return the verdict that follows from what this rank says of a step, to the other ranks, if there are any."""
-        agreement, (_, groups, max_norm, _, checksum) = self.agreement, collection
+        agreement, (_, groups, max_norm, checksum) = self.agreement, collection
         if progress.refused:
             progress.code = claims.reason_code(progress.refused, agreement.rank())
         claim = None
         if groups:
-            claim = self.messages.next_claim(groups, optimizer, max_norm, steps=self.steps_before, checksum=checksum)
+            claim = self.messages.next_claim(groups, optimizer, max_norm, checksum=checksum)
         # It gives a new optimizer its position among the streaks, alone, too.
         is_last = self.parts.tally.is_last_chance(optimizer) and len(groups) > 0
         presence = source.presence if findings.has_gradients else Presence.NONE
@@ -207,7 +205,7 @@ class Iteration:
         flags = Flags(findings.nonfinite, 2 * is_last, presence, scaled, progress.code)
         pending = PendingVerdict(self.current, agreement, findings, source.state, flags, groups, claim, loss)
         if groups:
-            self.messages.note_sent(pending)
+            self.messages.sent.append(pending)
         return pending
 
     def refuse(self, optimizer: Optimizer, reason: Reason) -> None:
@@ -234,7 +232,7 @@ class Iteration:
             if progress.refused:
                 pending.refuse(claims.reason_code(progress.refused, self.agreement.rank()))
         try:
-            verdict = self.messages.read(pending)
+            verdict = (pending.verdict if pending.override is None else None) or self.messages.read(pending)
             if pending.is_judged_late and progress.optimizer is not None:
                 verdict = self.judge.judge_late(progress, progress.optimizer, pending)
         except OF_ALL_RANKS as error:
@@ -285,7 +283,7 @@ class Iteration:
         """Tell whether a first step has no gradient for a state to be beside, and needs no other rank."""
         if progress.refused or progress.closure.was_evaluated:
             return False
-        return not self.messages.groups_for(optimizer) and self.collector.example(optimizer) is None
+        return not self.messages.groups_for(optimizer) and example(self.parts, optimizer) is None
 
     def _tell_of_no_gradients(self, progress: Progress, optimizer: Optimizer, scale: float) -> None:
         """Report a step without gradients: of a guard it does nothing, and else it is CallOrderError."""
@@ -296,12 +294,12 @@ class Iteration:
         if not self.parts.is_guard:
             wrong_order(what, self.number)
         self.scaling.has_scaled = False
-        counts = self.micro_batches.counts
+        counts = self.judge.micro_batches
         if counts.kept or counts.dropped:
             # The next step has micro-batches of its own.
             if counts.dropped and not counts.stepped:
                 self.parts.tally.drop(counts.dropped)
-            self.micro_batches.forget()
+            self.judge.forget_micro_batches()
             self.judge.losses = Losses()
         self.parts.mistakes.warn_of_no_gradients(what)
 
@@ -310,15 +308,19 @@ class Iteration:
         pending, verdicts = [], []
         for progress in self.progresses.all:
             one = progress.pending
-            if one is not None and (not one.is_placeholder or one.is_begun):
-                verdict = progress.verdict if progress.stage.has_ended else None
-                verdict = None if one.is_late else verdict or self.verdict(progress)
-                if verdict is not None and verdict.reason is Reason.NO_GRADIENTS:
-                    continue
+            if one is None or (one.is_placeholder and not one.is_begun):
+                continue
+            if one.reading.is_late:
                 pending.append(one)
-                if verdict is not None:
-                    verdicts.append(verdict)
-                    progress.leave_out(verdict)
+                continue
+            has_ended = progress.stage.has_ended
+            verdict = (progress.verdict if has_ended else None) or self.verdict(progress)
+            if verdict.reason is Reason.NO_GRADIENTS:
+                continue
+            pending.append(one)
+            verdicts.append(verdict)
+            if not has_ended:
+                progress.leave_out(verdict)
         return pending, verdicts
 
     @property

@@ -1,36 +1,75 @@
-"""Judge: whether a step is bad for more than an overflow, by its loss and norm; the losses of one iteration."""
+"""Judge: whether a step is bad for more than an overflow, by its loss and norm; the losses of its micro-batches."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from array_api_compat import is_array_api_obj
 
 from gradscale.core.gradients import Findings
-from gradscale.core.protocols import Array, Optimizer, ScaleState
+from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
+from gradscale.core.snapshot import Snapshot
 from gradscale.errors import InvalidValueError
 from gradscale.scaler import claim as claims
-from gradscale.scaler.claim import LossFault, Reason, Verdict
+from gradscale.scaler.claim import Flags, LossFault, Purpose, Reason, Verdict
 from gradscale.scaler.collaborators import Collaborators
-from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite
+from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite, value_of
+from gradscale.scaler.messages import Messages
+from gradscale.scaler.micro_batches import MicroBatches
 from gradscale.scaler.mistakes import no_values
 from gradscale.scaler.progress import Progress
+from gradscale.scaler.scaling import Scaling
 from gradscale.scaler.verdict import JudgedLoss, PendingVerdict
 
 
 class Judge:
-    """Judges each optimizer of an iteration by the losses up to it, and by its norm.
+    """Judges each optimizer of an iteration by the losses up to it, and by its norm; and its micro-batches by theirs.
 
     ``guard`` is None if nothing is judged but the loss that ``step`` is given. The first step of a StepGuard that never
     has a value is an error.
     """
 
     losses = Losses()
+    micro_batches = MicroBatches()
+    # Of what ``hold`` names, as the last micro-batch that was kept has left it.
+    _marks: Sequence[Snapshot] = ()
 
-    def __init__(self, parts: Collaborators) -> None:
-        self._parts, self.guard = parts, parts.guard
+    def __init__(self, parts: Collaborators, messages: Messages, scaling: Scaling) -> None:
+        self._parts, self._messages, self._scaling, self.guard = parts, messages, scaling, parts.guard
+
+    def keeps(self, owner: object, loss: Array | float) -> bool:
+        """Tell whether the loss of a micro-batch is finite on all ranks, and count it: one message and one read."""
+        snapshots, groups = self._parts.snapshots, self._parts.agreement.usable_groups()
+        value = value_of(loss if isinstance(loss, float) else self._parts.current.backend_for(loss).values_of(loss))
+        is_kept = self._is_finite_on_all(groups, owner, loss, value) if groups else math.isfinite(float(value))
+        kept, dropped, *_ = MicroBatches() if self.micro_batches.stepped else self.micro_batches
+        self.micro_batches = MicroBatches(kept + is_kept, dropped + (not is_kept), not is_kept)
+        if is_kept:
+            self.add_losses([loss])
+            self._marks = [snapshot.anew() for snapshot in snapshots]
+        for snapshot in () if is_kept else self._marks or snapshots:
+            snapshot.restore()
+        return is_kept
+
+    def _is_finite_on_all(
+        self, groups: Sequence[Collectives], owner: object, loss: Array | float, value: Array | float
+    ) -> bool:
+        current, agreement, messages = self._parts.current, self._parts.agreement, self._messages
+        state = self._scaling.in_force(lambda: loss if is_array_api_obj(loss) else None)
+        claim = messages.next_claim(groups, owner, call=Purpose.MICRO_BATCH)
+        fault = claims.reason_code(Reason.OVERFLOW, agreement.rank(), LossFault.NONFINITE)
+        flags = Flags(0, code=is_nonfinite(value, state.scale) * fault)
+        sent = claims.pack_arrays(current.state_adapter, current.policy, state, claims.hash_of(claim), flags)
+        with agreement.failing():
+            ballot = agreement.send(groups, sent, messages.iteration, claim)
+            return not ballot.verdict(*ballot.read(current.state_adapter), current.policy).reason
+
+    def forget_micro_batches(self) -> None:
+        """Take the next micro-batch for the first of a step."""
+        self.micro_batches, self._marks = MicroBatches(), ()
 
     def add_losses(self, losses: Iterable[Array | float]) -> None:
         """Add losses, by whose mean the next optimizer is judged."""
@@ -39,24 +78,21 @@ class Judge:
             if value is not None:
                 self.losses = self.losses.plus(value)
 
-    def check_values(self, progress: Progress, optimizer: Optimizer, *, has_norm: bool, is_alone: bool) -> bool:
+    def check_values(
+        self, guard: Guard, progress: Progress, optimizer: Optimizer, max_norm: float | None, *, is_alone: bool
+    ) -> bool:
         """Tell whether the rule for spikes has a value to judge on this rank, or needs none; ``note_values`` if alone.
 
         Over a group another rank may have the loss.
         """
-        if self.guard is None:
-            return True
-        has_values = self._has_values(self.guard, progress, optimizer, has_norm=has_norm)
+        is_own = id(optimizer) not in self.losses.judged
+        has_norm = max_norm is not None or (progress.inputs is not None and progress.inputs.norm is not None)
+        has_value = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
+        needs_none = progress.refused > 0 or progress.closure.has_begun or (self.losses.is_used and is_own)
+        has_values = needs_none or any(has_value[name] for name in guard.rule.of)
         if is_alone and not progress.refused:
             self.note_values(has_values=has_values)
         return has_values
-
-    def _has_values(self, guard: Guard, progress: Progress, optimizer: Optimizer, *, has_norm: bool) -> bool:
-        is_own = id(optimizer) not in self.losses.judged
-        if progress.refused or progress.closure.has_begun or (self.losses.is_used and is_own):
-            return True
-        has_value = {"loss": self.losses.number > 0 and is_own, "norm": has_norm}
-        return any(has_value[name] for name in guard.rule.of)
 
     def note_values(self, *, has_values: bool) -> None:
         """Warn of a step of which no rank has a value to judge; of a guard that never had one, InvalidValueError."""

@@ -17,18 +17,20 @@ from gradscale.scaler.verdict import PendingVerdict
 
 
 class Messages:
-    """The messages of one iteration, in the order in which they are sent."""
+    """The messages of one iteration, in the order in which they are sent.
+
+    ``steps`` were made in the iterations before. ``sent`` are over groups, with an answer that may still be to read.
+    """
 
     _number = 0
 
-    def __init__(self, iteration: int, parts: Collaborators, scaling: Scaling) -> None:
-        self.iteration, self._parts, self._scaling = iteration, parts, scaling
-        # Over groups, with an answer that may still be to read.
-        self._sent: list[PendingVerdict] = []
+    def __init__(self, iteration: int, steps: int, parts: Collaborators, scaling: Scaling) -> None:
+        self.iteration, self.steps, self.parts, self._scaling = iteration, steps, parts, scaling
+        self.sent: list[PendingVerdict] = []
 
     def groups_for(self, optimizer: Optimizer) -> Sequence[Collectives]:
         """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
-        parts = self._parts
+        parts = self.parts
         groups = parts.agreement.usable_groups() or parts.current.adapter.groups_of(optimizer, parts.cache)
         for collectives in groups:
             # The default group is looked up when it is first needed.
@@ -45,12 +47,11 @@ class Messages:
         call: Purpose = Purpose.STEP,
         index: int = 0,
         *,
-        steps: int = 0,
         checksum: str = "",
     ) -> Claim:
-        """Return the claim of the next message; each call counts as a message. ``steps``: of the iterations before."""
+        """Return the claim of the next message; each call counts as a message."""
         self._number += 1
-        agreement = self._parts.agreement
+        agreement = self.parts.agreement
         label = agreement.label_of(optimizer)
         # Norms and diagnoses do not depend on the policy and the steps, which the step's own message compares.
         is_step = call is Purpose.STEP
@@ -61,28 +62,24 @@ class Messages:
             optimizer=label.number,
             scaler=agreement.number_over(groups[0]),
             group=index,
-            settings=agreement.settings_hash(self._parts.current.policy) if is_step else 0,
-            steps=steps,
+            settings=agreement.settings_hash(self.parts.current.policy) if is_step else 0,
+            steps=self.steps if is_step else 0,
             max_norm=max_norm,
             checksum=checksum,
             kind=label.kind,
         )
 
-    def note_sent(self, pending: PendingVerdict) -> None:
-        """Note a verdict whose message was sent."""
-        self._sent.append(pending)
-
     def read(self, pending: PendingVerdict) -> Verdict:
         """Read a verdict after those that were sent before it, since a rank that fails sends none after its failure."""
-        while self._sent and self._sent[0] is not pending and pending.is_unread:
-            if self._sent[0].is_unread:
-                self._sent[0].read()
-            del self._sent[0]
-        return (pending.verdict if pending.override is None else None) or pending.read()
+        while self.sent and self.sent[0] is not pending and pending.is_unread:
+            if self.sent[0].is_unread:
+                self.sent[0].read()
+            del self.sent[0]
+        return pending.read()
 
     def read_late(self, *, waits: bool = False) -> None:
         """Read late verdicts that have arrived, or all: ranks may differ, and each has a scale for ``note_scale``."""
-        parts = self._parts
+        parts = self.parts
         for step in parts.reports.poll(waits=waits):
             with parts.agreement.failing():
                 verdict = step.pending.read()
@@ -107,19 +104,19 @@ class Messages:
                 self.iteration,
             )
 
-    def tell_of_failure(self, optimizer: Optimizer, steps: int) -> None:
+    def tell_of_failure(self, optimizer: Optimizer) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
-        agreement, current = self._parts.agreement, self._parts.current
+        agreement, current = self.parts.agreement, self.parts.current
         # What fails now is not what is wrong.
         with contextlib.suppress(Exception):
             groups = self.groups_for(optimizer)
             if not groups or agreement.standing.failure is not None:
                 return
-            claim = self.next_claim(groups, optimizer, steps=steps)
+            claim = self.next_claim(groups, optimizer)
 
             def like() -> Array | None:
                 with contextlib.suppress(Exception):
-                    return current.adapter.collect(optimizer, self._parts.cache, UNSCALING).like
+                    return current.adapter.collect(optimizer, self.parts.cache, UNSCALING).like
                 return None
 
             scale = self._scaling.in_force(like).scale

@@ -45,13 +45,13 @@ def require_step(optimizer: object) -> None:
         raise no_optimizer(optimizer, "step()")
 
 
-def check_unscale(progress: Progress, iteration: int) -> None:
+def forbid_unscale(progress: Progress, iteration: int) -> NoReturn:
     """Raise CallOrderError for an optimizer that was unscaled or stepped already."""
-    if progress.stage.is_unscaled:
-        text = INCOMPLETE if progress.is_incomplete else f"unscale_() has already been called {_SINCE_UPDATE}"
-        wrong_order(text, iteration)
     if progress.stage.has_ended:
         wrong_order(f"unscale_() is being called after step() {_SINCE_UPDATE}", iteration)
+    wrong_order(
+        INCOMPLETE if progress.is_incomplete else f"unscale_() has already been called {_SINCE_UPDATE}", iteration
+    )
 
 
 def check_step(progress: Progress, iteration: int, *, by_closure: bool) -> None:

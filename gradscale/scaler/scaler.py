@@ -31,11 +31,12 @@ from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import PROGRAM_CALLS, Reason
 from gradscale.scaler.clipping import Clipping, checked_clipping
 from gradscale.scaler.collaborators import Collaborators
+from gradscale.scaler.collection import clipping_request
 from gradscale.scaler.diagnosis.diagnose import Diagnosis
 from gradscale.scaler.diagnosis.look import DiagnosisOptions
 from gradscale.scaler.diagnosis.report import OverflowReport
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
-from gradscale.scaler.inputs import Batch, StepInputs, checked_inputs
+from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.micro_batches import MicroBatches
 from gradscale.scaler.mistakes import Mistakes
@@ -292,7 +293,9 @@ class GradScaler:
             iteration, clipping = self._iteration, self._parts.clipping
             if max_norm is not None or norm_over is not None:
                 clipping = checked_clipping(max_norm, norm_over)
-            request = UNSCALING if clipping.max_norm is None else iteration.collector.request(optimizer, clipping)
+            request = UNSCALING
+            if clipping.max_norm is not None:
+                request = clipping_request(iteration.messages, optimizer, clipping)
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
 
     def step(
@@ -352,7 +355,7 @@ class GradScaler:
         if not self._enabled:
             report = StepReport(False, 1.0, 0, "disabled", self._iteration.number, batch=inputs and inputs.batch)
             self._parts.reports.record(optimizer, report)
-            self._iteration.micro_batches.forget()
+            self._iteration.judge.forget_micro_batches()
             if self._parts.clipping.max_norm is not None:
                 if callable(kwargs.get("closure", next(iter(args), None))):
                     msg = "a disabled scaler clips before the step, got a closure: clip in the closure itself"
@@ -361,16 +364,19 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
         if self._busy.locked():
             _forbid_call("step()")
-        self._end_if_over()
+        is_guard = self._parts.is_guard
+        if is_guard:
+            self._end_if_over()
         with self._busy, Step(self._iteration, optimizer, args, kwargs, self._record, inputs) as step:
             if step.calls_optimizer:
                 step.returned = optimizer.step(*step.args, **step.kwargs)
-        self._end_if_over()
+        if is_guard:
+            self._end_if_over()
         return step.returned
 
     def _end_if_over(self) -> None:
         """End a guard's iteration once no step of it is to come; Ctrl-C may have left it to the next step."""
-        if self._parts.is_guard and self._iteration.progresses.are_over():
+        if self._iteration.progresses.are_over():
             GradScaler.update(self)
 
     def refuse(self, optimizer: Optimizer) -> None:
@@ -398,7 +404,7 @@ class GradScaler:
                 "which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
-        with contextlib.nullcontext() if self._iteration.scaling.is_inside_closure else call_of(self, call):
+        with contextlib.nullcontext() if self._iteration.scaling.is_inside_closure else self._lock_for(call):
             self._iteration.refuse(optimizer, reason)
 
     def update(self, new_scale: float | Array | None = None) -> None:
@@ -433,7 +439,7 @@ class GradScaler:
             parts, ended = self._parts, self._iteration
             update = Update(ended, new_scale)
             self._iteration, reports = update.next_iteration()
-            micro_batches = ended.micro_batches.counts
+            micro_batches = ended.judge.micro_batches
             if micro_batches.dropped and not micro_batches.stepped:
                 parts.tally.drop(micro_batches.dropped)
             for step, position in reports:
@@ -672,7 +678,7 @@ class GradScaler:
             counts.setdefault("dropped", 0)
         # Not those made alone, which a rank that joins has not made, nor those of this iteration that are skipped,
         # which some ranks may leave out.
-        steps = iteration.steps_before - iteration.alone_before
+        steps = iteration.messages.steps - iteration.alone_before
         if not (self._parts.agreement.is_alone and not iteration.progresses.sent_messages()):
             steps += sum(progress.has_stepped for progress in iteration.progresses.all)
         saved = current.policy, current.numbers(), iteration.number, counts, steps, windows, streaks
@@ -726,7 +732,7 @@ class GradScaler:
             parts.current.mark_unused()
         # The optimizers of a copy are others.
         losses = Losses() if losses.judged else losses._replace(total=float(losses.total))
-        numbers = iteration.number, iteration.steps_before, iteration.alone_before
+        numbers = iteration.number, iteration.messages.steps, iteration.alone_before
         forgotten = dict.fromkeys(("_diagnosis", "_busy", "_checked_kinds"))
         return self.__dict__ | {"_parts": parts, "_iteration": (scaled, losses, *numbers)} | forgotten
 
@@ -737,6 +743,30 @@ class GradScaler:
         self._iteration.scaling.has_scaled, self._iteration.judge.losses = scaled, losses
 
     # Several parts at once.
+
+    def _lock_for(self, call: str) -> threading.Lock:
+        """Return the lock to hold during a call; CallOrderError if another call is under way."""
+        if self._busy.locked():
+            _forbid_call(call)
+        return self._busy
+
+    def _agree_over(self, groups: Sequence[Collectives]) -> None:
+        """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
+        parts, agreement, iteration = self._parts, self._parts.agreement, self._iteration
+        steps, alone = iteration.messages.steps, iteration.alone_before
+        if groups:
+            # A policy that ranks cannot compare raises now, and not in the first step.
+            agreement.settings_hash(parts.current.policy)
+        if agreement.standing.failure is not None or agreement.standing.groups:
+            # Some ranks may have divided their gradients already, so that all make new ones.
+            self._iteration = Iteration(iteration.number, parts, steps, alone)
+            parts.current.mark_unused()
+        # Ranks that have trained alone may have had other numbers of steps.
+        self._iteration.messages.steps, self._iteration.alone_before = steps - alone, 0
+        if parts.guard is not None:
+            # Some of its ranks may have had values, and others none.
+            parts.guard.has_judged = False
+        agreement.join(groups)
 
     def _multiplied(self, has_losses: bool, outputs: object, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return arrays multiplied by the scale of the present iteration, in which an iterator may be consumed."""
@@ -898,7 +928,7 @@ class ShardedGradScaler(GradScaler):
         """
         self._iteration.require_boundary("set_group()")
         if self._enabled:
-            agree_over(self, registry.all_collectives_for(group, self._timeout))
+            self._agree_over(registry.all_collectives_for(group, self._timeout))
         self._has_group = True
 
 
@@ -987,16 +1017,16 @@ class StepGuard(ShardedGradScaler):
         """
         value = checked_loss(loss, _A_MICRO_LOSS)
         if not self._enabled:
-            self._iteration.micro_batches.counts = MicroBatches(self.kept + 1)
+            self._iteration.judge.micro_batches = MicroBatches(self.kept + 1)
             return True
         self._end_if_over()
-        with call_of(self, "keeps()"):
+        with self._lock_for("keeps()"):
             return self._iteration.keeps(self, value)
 
     @property
     def kept(self) -> int:
         """How many micro-batches were kept since the last step: what to divide the gradients by."""
-        micro = self._iteration.micro_batches.counts
+        micro = self._iteration.judge.micro_batches
         return 0 if micro.stepped else micro.kept
 
     def update(self, new_scale: float | Array | None = None) -> None:
@@ -1025,51 +1055,6 @@ class StepGuard(ShardedGradScaler):
         super().load_state_dict(state_dict)
 
 
-# For adapters, whose scalers derive from these: functions, so that a user's scaler does not show them.
-
-
-def assemble(scaler: GradScaler, parts: Collaborators, enabled: bool) -> None:
-    """Make an adapter's scaler of its parts, which have not joined their groups yet."""
-    scaler._assemble(parts, enabled)
-
-
-def call_of(scaler: GradScaler, call: str) -> contextlib.AbstractContextManager[object]:
-    """Return the lock to hold during a call of a scaler; CallOrderError if another call is under way."""
-    if scaler._busy.locked():
-        _forbid_call(call)
-    return scaler._busy
-
-
 def iteration_of(scaler: GradScaler) -> Iteration:
-    """Return a scaler's present iteration."""
+    """Return a scaler's present iteration, for what frameworks look at."""
     return scaler._iteration
-
-
-def step_of(
-    scaler: GradScaler,
-    optimizer: Optimizer,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    inputs: StepInputs | None,
-    unscale: Any,
-) -> Step:
-    """Return the context in which an adapter's own frame calls ``optimizer.step``."""
-    return Step(scaler._iteration, optimizer, args, kwargs, scaler._record, inputs, scaler, unscale)
-
-
-def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
-    """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
-    agreement, iteration = scaler._parts.agreement, scaler._iteration
-    if groups:
-        # A policy that ranks cannot compare raises now, and not in the first step.
-        agreement.settings_hash(scaler._parts.current.policy)
-    if agreement.standing.failure is not None or agreement.standing.groups:
-        # Some ranks may have divided their gradients already, so that all make new ones.
-        scaler._iteration = Iteration(iteration.number, scaler._parts, iteration.steps_before, iteration.alone_before)
-        scaler._parts.current.mark_unused()
-    # Ranks that have trained alone may have had other numbers of steps.
-    scaler._iteration.steps_before, scaler._iteration.alone_before = iteration.steps_before - iteration.alone_before, 0
-    if scaler._parts.guard is not None:
-        # Some of its ranks may have had values, and others none.
-        scaler._parts.guard.has_judged = False
-    agreement.join(groups)

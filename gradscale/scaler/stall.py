@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gradscale.core import validation
-from gradscale.core.identity import Positions
+from gradscale.core.identity import IdentityMap, take_position
 from gradscale.errors import (
     TrainingStalledError,
     TrainingStalledWarning,
@@ -119,7 +119,7 @@ class Tally:
             None if options[name] is None else validation.integer(name, options[name], 1, validation.LARGEST_INT32)
             for name in ("warn_after", "give_up_after")
         )
-        self._positions = Positions()
+        self._positions: IdentityMap[int] = IdentityMap()
         self._names = COUNTED if getattr(options["skip"], "act", True) else (*COUNTED, _SEEN)
         self.restart({})
 
@@ -140,16 +140,16 @@ class Tally:
 
     def position_of(self, optimizer: object) -> int:
         """Return the position of an optimizer's streak, which it takes now if it has none."""
-        position = self._positions.get(optimizer)
+        position = self._positions.get(id(optimizer))
         if position is None:
-            position = self._positions.of(optimizer)
+            position = take_position(self._positions, optimizer)
             if position not in self._loaded:
                 self._streaks.pop(position, None)
         return position
 
     def streak_of(self, optimizer: object) -> SkipStreak:
         """Return the skipped steps of an optimizer in a row."""
-        position = self._positions.get(optimizer)
+        position = self._positions.get(id(optimizer))
         return _NO_STREAK if position is None else self._at(position)
 
     def _at(self, position: int) -> SkipStreak:
@@ -211,5 +211,5 @@ class Tally:
             "_streaks": {**self._streaks},
             "_loaded": {*self._streaks},
             "_grown": set(),
-            "_positions": Positions(),
+            "_positions": IdentityMap(),
         }

@@ -43,14 +43,12 @@ class Update:
             self._forbid_refusals_left()
         wanted = None if new_scale is None else checked_scale(new_scale, current.policy)
         pending, verdicts = iteration.read_verdicts()
-        is_at_min = self._read(verdicts)
         lowered = iteration.scaling.lowered
         if wanted is None and lowered is None and not pending:
             self._forbid()
         if iteration.reports.on_update:
             self.report = self._report(pending, verdicts, wanted)
-        if wanted is None and is_at_min:
-            self.underflow = self._underflow(pending, verdicts)
+        self._note_ends(pending, verdicts, is_set=wanted is not None)
         if iteration.judge.guard is not None:
             self._learn(iteration.judge.guard)
         if iteration.parts.snapshots:
@@ -62,14 +60,6 @@ class Update:
             current.set_state(lowered)
         else:
             self._adapt(pending)
-
-    def _read(self, verdicts: Sequence[Verdict]) -> bool:
-        """Note whether a verdict ends the run, and tell whether one is an overflow that must be raised."""
-        is_at_min = False
-        for verdict in verdicts:
-            self.gives_up |= verdict.gives_up and verdict.reason in (Reason.SPIKE, Reason.OVERFLOW)
-            is_at_min |= verdict.at_min_scale
-        return is_at_min
 
     def _forbid_refusals_left(self) -> None:
         """Raise CallOrderError for an optimizer that was refused, and not stepped; that of a guard comes later."""
@@ -108,7 +98,7 @@ class Update:
         current, number, steps = iteration.current, iteration.number, [step for step, _ in iteration.steps]
         # Somebody wants them since a step whose verdict was to be read later.
         with iteration.agreement.failing():
-            steps += [step_report(one.read(), number, one.rank) for one in pending if one.is_late]
+            steps += [step_report(one.read(), number, one.rank) for one in pending if one.reading.is_late]
         scales = [step.scale for step in steps] + [verdict.scale for verdict in verdicts]
         # Without a verdict it has to be read; a closure's may be of a lower one than the update starts from.
         before = current.scale() if not scales or any(step.retries for step in steps) else scales[0]
@@ -121,21 +111,21 @@ class Update:
 
         return report
 
-    def _underflow(self, pending: Sequence[PendingVerdict], verdicts: Sequence[Verdict]) -> ScaleUnderflowError | None:
-        """Return the error of an overflow at the lowest scale, if the update starts from it."""
+    def _note_ends(self, pending: Sequence[PendingVerdict], verdicts: Sequence[Verdict], *, is_set: bool) -> None:
+        """Note whether a verdict ends the run, or is an overflow at the lowest scale, if the update starts from it."""
         iteration = self._iteration
-        state = iteration.scaling.state or iteration.current.state
+        state = None if is_set else iteration.scaling.state or iteration.current.state
         # If a policy raises, no verdict is late. A closure may have tried the lowest scale, and the update does not.
         for one, verdict in zip(pending, verdicts, strict=False):
+            self.gives_up |= verdict.gives_up and verdict.reason in (Reason.SPIKE, Reason.OVERFLOW)
             if verdict.at_min_scale and verdict.nonfinite and one.state is state:
-                return ScaleUnderflowError(
+                self.underflow = ScaleUnderflowError(
                     f"gradients overflow although the scale is at its minimum, {verdict.scale!r}: the cause is not "
                     f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
                     f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
                     f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
                     f"{short_repr(iteration.current.policy)}"
                 )
-        return None
 
     def _learn(self, guard: Guard) -> None:
         """Let the windows of optimizers learn from their steps, but not from those that the user has made."""
@@ -172,7 +162,7 @@ class Update:
             if (count := one.count()) is not None:
                 counts.append(count)
                 # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
-                if one.is_late and (flag := one.keeps_scale()) is not False:
+                if one.reading.is_late and (flag := one.keeps_scale()) is not False:
                     flags.append(flag)
         if iteration.reports.under_way:
             iteration.messages.read_late()
@@ -196,7 +186,7 @@ class Update:
                 position = None if optimizer is None else parts.tally.position_of(optimizer)
                 reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank), position))
         alone = ended.alone_before + (steps if self.is_alone and ended.agreement.is_alone else 0)
-        following = Iteration(ended.number + 1, parts, ended.steps_before + steps, alone)
+        following = Iteration(ended.number + 1, parts, ended.messages.steps + steps, alone)
         if parts.is_guard and ended.progresses.are_over():
             _go_on(following, ended)
         return following, reports
@@ -204,11 +194,11 @@ class Update:
 
 def _go_on(iteration: Iteration, ended: Iteration) -> None:
     """Go on with the losses of the iteration before, for other optimizers, and with refusals of steps to come."""
-    counts = ended.micro_batches.counts
+    counts = ended.judge.micro_batches
     if ended.judge.losses.number or counts.kept or counts.dropped:
         stepped = ended.progresses.stepped_ids()
         iteration.judge.losses = ended.judge.losses.of_others(stepped)
-        iteration.micro_batches.counts = counts._replace(stepped=counts.stepped | stepped)
+        iteration.judge.micro_batches = counts._replace(stepped=counts.stepped | stepped)
     for progress in ended.progresses.all:
         optimizer = progress.optimizer if progress.stage.is_ready else None
         if optimizer is not None:

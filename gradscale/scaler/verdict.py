@@ -36,6 +36,9 @@ class Reading(enum.Enum):
     LATE = "on demand, since the optimizer acts on it by itself"
     REPLAYED = "on demand, and anew each time, since a captured graph writes it at each replay"
 
+    def __init__(self, _: str) -> None:
+        self.is_late = self.name != "IN_STEP"
+
 
 class JudgedLoss(NamedTuple):
     """The loss that a step is judged by on this rank."""
@@ -86,9 +89,10 @@ class PendingVerdict:
         loss, self.is_judged_late = judged
         # Gradients of a state before a load say nothing of the one in force.
         self.rank, self._updates = agreement.rank, current.updates if state is current.state else -1
-        self._current, self._count, self._code = current, flags.nonfinite, _on_host(current, flags.code, int)
+        self._current, self._count = current, flags.nonfinite
+        self._code = flags.code if isinstance(flags.code, int) else _peeked(current, flags.code)
         # What a read has to fetch stays as it is: each replay of a captured graph gives others.
-        self._norm_sent = 0.0 if findings.norm is None else _on_host(current, findings.norm, float)
+        self._norm_sent = 0.0 if findings.norm is None else _peeked(current, findings.norm)
         self._norm, self._loss, self._loss_sent = self._norm_sent, loss, loss
         # By the norm that it reads, if the host judges the gradients.
         self._deferred = findings.deferred if findings.norm is None else None
@@ -102,9 +106,7 @@ class PendingVerdict:
                 current.require_possible(findings.scale)
             if self._count and current.at_min_scale(state) is True:
                 flags = flags._replace(limits=flags.limits + 1)
-            verdict = verdict_from(flags, self._count, findings.scale)
-            has_values = findings.norm is not None or loss is not None
-            self.verdict = verdict._replace(norm=self._reported_norm(), loss=self.loss) if has_values else verdict
+            self.verdict = self._with_values(verdict_from(flags, self._count, findings.scale))
         else:
             self._sent = self._pack_alone(flags)
 
@@ -121,7 +123,7 @@ class PendingVerdict:
         """Return the flags with an overflow that the host knows, which counts before any other reason."""
         if flags.code is not self._code:
             flags = flags._replace(code=self._code)
-        if self.groups and (reason := claims.reason_number(self._hidden)) in PROGRAM_CALLS:
+        if self.groups and self._hidden and (reason := claims.reason_number(self._hidden)) in PROGRAM_CALLS:
             flags = flags._replace(presence=Presence.REFUSED + reason - Reason.REFUSED)
         if isinstance(self._count, int) and self._count:
             # A refusal counts again if a framework overrules the overflow.
@@ -180,14 +182,9 @@ class PendingVerdict:
         return self._deferred is not None
 
     @property
-    def is_late(self) -> bool:
-        """Whether the host reads it on demand."""
-        return self.reading is not Reading.IN_STEP
-
-    @property
     def is_unread(self) -> bool:
         """Whether the host has still to read the answer of a group."""
-        return self.verdict is None and len(self.groups) > 0 and self.reading is Reading.IN_STEP
+        return self.verdict is None and len(self.groups) > 0 and not self.reading.is_late
 
     def read(self) -> Verdict:
         """Return the verdict, read now if it is not yet (one host read), or a framework's in its place."""
@@ -217,7 +214,11 @@ class PendingVerdict:
 
     def _read(self) -> Verdict:
         current = self._current
-        verdict = self._read_answer() if self.groups else self._read_alone()
+        verdict, bits = self._read_answer() if self.groups else self._read_alone()
+        if hasattr(self.state.scale, "compute"):
+            # A lazy library would compute all that they depend on once more in the update.
+            self._count = current.xp.asarray(verdict.nonfinite, dtype=current.xp.int32)
+            current.set_read_values(self.state, bits)
         if current.state_adapter.is_shared:
             current.require_possible(verdict.scale, self.state)
         if self.reading is not Reading.REPLAYED:
@@ -225,7 +226,8 @@ class PendingVerdict:
             current.note_scale(verdict.scale, self._updates)
         return verdict
 
-    def _read_answer(self) -> Verdict:
+    def _read_answer(self) -> tuple[Verdict, Sequence[int]]:
+        """Return the verdict of the ranks, and the bits of this rank's state."""
         ballot, copy, current = self._ballot, self._copy, self._current
         if copy is None:
             agreed, sent = ballot.read(current.state_adapter)
@@ -235,16 +237,18 @@ class PendingVerdict:
                 ballot.agreed(is_read=True)
             values = copy()
             agreed, sent = values[:LENGTH], values[LENGTH:]
-        verdict = ballot.verdict(agreed, sent, current.policy, is_late=self.reading is not Reading.IN_STEP)
-        self._settle(verdict.nonfinite, claims.state_bits(sent))
+        verdict = ballot.verdict(agreed, sent, current.policy, is_late=self.reading.is_late)
         self._hidden = claims.code_in(agreed) if verdict.reason else 0
         if not isinstance(self._norm_sent, float):
             self._norm = claims.norm_of(sent)
-        code = self._code if isinstance(self._code, int) else claims.code_in(sent)
-        saw = claims.has_seen(verdict, claims.code_in(agreed), code, claims.fault_of(self.loss))
-        return verdict._replace(norm=self._reported_norm(), loss=self.loss, saw=saw)
+        if verdict.reason or verdict.by_loss:
+            code = self._code if isinstance(self._code, int) else claims.code_in(sent)
+            saw = claims.has_seen(verdict, claims.code_in(agreed), code, claims.fault_of(self.loss))
+            verdict = verdict._replace(saw=saw)
+        return self._with_values(verdict), claims.state_bits(sent)
 
-    def _read_alone(self) -> Verdict:
+    def _read_alone(self) -> tuple[Verdict, Sequence[int]]:
+        """Return the verdict of a process that decides alone, and the bits of its state."""
         values = self._current.state_adapter.read(self._sent) if self._copy is None else self._copy()
         flags, bits, words = claims.unpack_alone(self._flags, values)
         # No other rank has contributed, so an impossible value is the array library's fault.
@@ -257,21 +261,19 @@ class PendingVerdict:
             flags = flags._replace(nonfinite=self._count)
         elif not isinstance(self._norm_sent, float):
             self._norm = float32_from_bits(words[0])
-        self._settle(flags.nonfinite, bits)
-        verdict = verdict_from(flags, flags.nonfinite, scale)._replace(norm=self._reported_norm(), loss=self.loss)
+        verdict = self._with_values(verdict_from(flags, flags.nonfinite, scale))
         # It may have been refused after the flags were packed.
         self._hidden = self._code if isinstance(self._code, int) else flags.code
         if verdict.nonfinite:
             fault = claims.fault_of(self.loss) or claims.fault_in(self._hidden)
-            return verdict._replace(reason=Reason.OVERFLOW, by=self.rank(), by_loss=fault > 0)
-        return self._by_hidden(verdict)
+            return verdict._replace(reason=Reason.OVERFLOW, by=self.rank(), by_loss=fault > 0), bits
+        return self._by_hidden(verdict), bits
 
-    def _settle(self, count: int, bits: Sequence[int]) -> None:
-        """Keep what was read of a lazy library, which would compute all that it depends on once more in the update."""
-        current = self._current
-        if hasattr(self.state.scale, "compute"):
-            self._count = current.xp.asarray(count, dtype=current.xp.int32)
-            current.set_read_values(self.state, bits)
+    def _with_values(self, verdict: Verdict) -> Verdict:
+        """Return a verdict with the norm and the loss that this rank was judged by, if there are any."""
+        if self.findings.norm is None and self.findings.deferred is None and self._loss is None:
+            return verdict
+        return verdict._replace(norm=self._reported_norm(), loss=self.loss)
 
     @property
     def loss(self) -> float | None:
@@ -383,9 +385,8 @@ class PendingVerdict:
             self.verdict = self._by_hidden(self.verdict)
 
 
-def _on_host(current: CurrentScale, value: Any, kind: type) -> Any:
+def _peeked(current: CurrentScale, value: Any) -> Any:
     """Return a value as a number, if the host has it."""
-    if isinstance(value, kind):
-        return value
-    (value,) = current.state_adapter.peek((value,)) or (value,)
+    if not isinstance(value, (int, float)):
+        (value,) = current.state_adapter.peek((value,)) or (value,)
     return value
