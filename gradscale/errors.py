@@ -200,14 +200,13 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(one_line(message), category, stacklevel=level)
 
 
-class reading(contextlib.ContextDecorator):  # noqa: N801 - called as a function, in a with statement or above a function
+class reading(  # noqa: N801 - called as a function, in a with statement or above a function
+    contextlib.ContextDecorator, contextlib.AbstractContextManager[object]
+):
     """Turn an exception of a user's object into an InvalidTypeError that names it, such as "the state dict"."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-
-    def __enter__(self) -> None:
-        return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, Exception) and not isinstance(error, GradscaleError):

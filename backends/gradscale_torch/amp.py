@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
 
@@ -592,16 +592,15 @@ def _current(replacement: GradScaler) -> CurrentScale:
     return iteration_of(replacement).current
 
 
-class _Untraced:
+class _Untraced(NamedTuple):
     """A step whose two halves the compiler does not trace."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    step: Step
 
     @hosts.untraced
     def __enter__(self) -> None:
-        self._step.__enter__()
+        self.step.__enter__()
 
     @hosts.untraced
     def __exit__(self, *error: Any) -> bool:
-        return self._step.__exit__(*error)
+        return self.step.__exit__(*error)

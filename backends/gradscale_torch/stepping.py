@@ -117,7 +117,7 @@ def _pending_verdict(step: Step) -> PendingVerdict:
 def _may_be_late(step: Step, pending: PendingVerdict, *, has_fresh_momentum: bool) -> bool:
     """Tell whether the host may read a verdict when it has arrived, since the optimizer acts on it by itself."""
     state, iteration = pending.state, step.iteration
-    if pending.override is not None or iteration.reports.wants_each_step or devices.is_on_cpu(state.scale):
+    if pending.override is not None or devices.is_on_cpu(state.scale) or iteration.reports.wants_each_step:
         # A framework may have replaced the verdict.
         return False
     # A policy that raises at its minimum needs the CPU, and so does momentum that is not to be damped if this step is
@@ -180,8 +180,13 @@ def _fused_attributes(optimizer: Any, grad_scale: Tensor | None, found_inf: Tens
 
 def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters whose momentum the coming step will allocate."""
-    groups = [group["params"] for group in optimizer.param_groups if group.get("momentum")]
-    return [one for group in groups for one in group if one.grad is not None and _momentum(optimizer, one) is None]
+    return [
+        one
+        for group in optimizer.param_groups
+        if group.get("momentum")
+        for one in group["params"]
+        if one.grad is not None and _momentum(optimizer, one) is None
+    ]
 
 
 def _momentum(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:

@@ -20,6 +20,7 @@ from gradscale.core.arithmetic import (
     device,
     dtype_kind,
     float32_bits,
+    is_floating,
     nonfinite_flag,
 )
 from gradscale.core.identity import IdentityMap
@@ -417,3 +418,9 @@ def named_gradients(optimizer: Optimizer) -> list[NamedGradient]:
     gradients = _gradients_of(optimizer, [parameter for _, parameter in parameters.values()])
     pairs = zip(parameters.values(), gradients, strict=True)
     return [NamedGradient(name, gradient, parameter) for (name, parameter), gradient in pairs]
+
+
+def values_of_gradients(backend: Backend, optimizer: Optimizer) -> list[Array]:
+    """Return the floating arrays that hold an optimizer's gradients on this rank."""
+    arrays = [one.array for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
+    return [one for one in map(backend.values_of, arrays) if one is not None and is_floating(one)]

@@ -295,7 +295,7 @@ class Agreement:
 
     # Messages.
 
-    def send(self, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None = None) -> Ballot:
+    def send(self, groups: Sequence[Collectives], sent: Array, claim: Claim) -> Ballot:
         """Start a message over groups in turn; over new ones wait until the ranks have compared their versions.
 
         ``sent`` has the hash of ``claim`` over the first group.
@@ -305,12 +305,12 @@ class Agreement:
             for one in groups:
                 common = self.common_of(one)
                 if not common.is_greeted:
-                    self._greet(one, sent, number)
+                    self._greet(one, sent, claim.iteration)
                     common.is_greeted = True
                 queues.append(common.queue)
-            return Ballot(self, groups, queues, sent, number, claim)
+            return Ballot(self, groups, queues, sent, claim)
         except BaseException as error:
-            self.lose(error, number)
+            self.lose(error, claim.iteration)
             raise
 
     def _greet(self, collectives: Collectives, like: Array, number: int) -> None:
@@ -351,16 +351,14 @@ class Ballot:
         groups: Sequence[Collectives],
         queues: Sequence[list[Ballot]],
         sent: Array,
-        number: int,
-        claim: Claim | None,
+        claim: Claim,
     ) -> None:
         self.agreement, self._groups, self._queues = agreement, groups, queues
-        self.sent, self._number = sent, number
-        self._claims = [] if claim is None else [claim]
+        self.sent, self._number, self._claims = sent, claim.iteration, [claim]
         self._hashes: list[tuple[int, ...]] = []
-        if self._claims and len(groups) > 1:
+        if len(groups) > 1:
             numbers = map(agreement.number_over, groups)
-            self._claims = [self._claims[0]._replace(scaler=one, group=k) for k, one in enumerate(numbers)]
+            self._claims = [claim._replace(scaler=one, group=k) for k, one in enumerate(numbers)]
             self._hashes = [claims.hash_of(one) for one in self._claims]
         self._failure: GradscaleError | None = None
         # By the group, as far as they have come: what finishes the message, and the answer.
@@ -494,7 +492,7 @@ class Ballot:
         return before
 
     def _carry(self, collectives: Collectives, like: Array, values: Sequence[int]) -> list[int]:
-        sent = claims.pack_values(claims.hash_of(None), values)
+        sent = claims.pack_values(claims.NO_HASH, values)
         agreed = self._answer(collectives, like, sent)
         if claims.outcome(agreed, sent) is not Outcome.ONE_STATE:
             msg = "another message came in between"
@@ -532,7 +530,7 @@ def exchange_over(
         own, backend = claim(), current.backend_for(like)
         sent = backend.integers(claims.pack_values(claims.hash_of(own), values), like)
         with agreement.failing():
-            ballot = agreement.send([collectives], sent, own.iteration, own)
+            ballot = agreement.send([collectives], sent, own)
             answer = ballot.read(backend)
             ballot.verdict(*answer, current.policy)
         return claims.unpack_values(answer[0])

@@ -50,6 +50,8 @@ from gradscale.version import __version__
 
 WORDS = 2
 """How many words the hash has."""
+NO_HASH = (0,) * WORDS
+"""That of a message without a claim."""
 # The difference of two words, added to a third, is an int32.
 _WORD_BITS = 30
 
@@ -120,10 +122,8 @@ class Claim(NamedTuple):
     """The optimizer's class and number of ``param_groups``, or its name."""
 
 
-def hash_of(claim: Claim | None) -> tuple[int, ...]:
-    """Return the hash of a claim as numbers from 0 to 2**30-1; zeros for a process that decides alone."""
-    if claim is None:
-        return (0,) * WORDS
+def hash_of(claim: Claim) -> tuple[int, ...]:
+    """Return the hash of a claim as numbers from 0 to 2**30-1."""
     text = "\n".join(map(str, claim)).encode("utf-8", "surrogatepass")
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return number >> 64 - _WORD_BITS, number & (1 << _WORD_BITS) - 1
@@ -235,6 +235,7 @@ class Scaled(enum.IntEnum):
 _CALLS = {Reason.REFUSED: "refuse()"}
 PROGRAM_CALLS = {reason: _CALLS[reason] for reason in Reason if Reason.SPIKE < reason < Reason.OVERFLOW}
 """By which call the program gives a reason; one that is missing here is a KeyError."""
+_REFUSALS = {Presence.REFUSED + number: reason for number, reason in enumerate(PROGRAM_CALLS)}
 KEEPS_SCALE = Reason.SPIKE, *PROGRAM_CALLS
 """Why a step is neither clean nor an overflow, so that the scale stays as it is."""
 
@@ -298,23 +299,19 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
         reason, by = Reason.OVERFLOW, by if by_loss else None
     if not scaled and presence >= Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by, by_loss = Reason.NOT_SCALED, None, False
-    verdict = Verdict(reason, by, nonfinite, local_nonfinite, bool(limits & 1), scale)
-    # In nearly all steps nothing else is to be said.
-    is_usual = presence == Presence.SOME and scaled == Scaled.WITH_VALUES and not by_loss and limits <= 1
-    return verdict if is_usual else _with_details(verdict, flags, by_loss=by_loss)
-
-
-def _with_details(verdict: Verdict, flags: Flags, *, by_loss: bool) -> Verdict:
-    """Return a verdict with what the flags say besides."""
-    _, limits, presence, scaled, _ = flags
-    refusal = Reason.REFUSED + presence - Presence.REFUSED
-    return verdict._replace(
+    return Verdict(
+        reason,
+        by,
+        nonfinite,
+        local_nonfinite,
+        bool(limits & 1),
+        scale,
         is_idle=not scaled and presence == Presence.ZEROS,
         is_unscaled=scaled == Scaled.BEFORE and presence > Presence.NONE,
         by_loss=by_loss,
         gives_up=limits > 1,
         lacks_values=scaled == Scaled.NOW and presence > Presence.NONE,
-        refusal=Reason(refusal) if presence >= Presence.REFUSED else Reason.STEPPED,
+        refusal=_REFUSALS.get(presence, Reason.STEPPED),
     )
 
 
@@ -330,12 +327,7 @@ def pack_numbers(state: Numbers, words: Sequence[int], flags: Flags, norm: float
 
 
 def pack_arrays(
-    backend: Backend,
-    policy: Policy,
-    state: ScaleState,
-    words: Sequence[int],
-    flags: Flags,
-    norm: Array | float = 0.0,
+    backend: Backend, policy: Policy, state: ScaleState, words: Sequence[int], flags: Flags, norm: Array | float = 0.0
 ) -> Array:
     """Return the message of a state of arrays, 1-d int32, as :func:`pack_numbers` does; no host read."""
     xp, like = array_namespace(state.scale), state.scale
@@ -391,7 +383,7 @@ def pack_failure(words: Sequence[int], rank: int) -> list[int]:
 
 def details_message() -> list[int]:
     """Return the message of a rank that has seen a difference, and waits until all ranks send their claims."""
-    return pack_values(hash_of(None), [0] * VALUES, _DETAILS)
+    return pack_values(NO_HASH, [0] * VALUES, _DETAILS)
 
 
 def with_other_hash(backend: Backend | None, x: Array, before: Sequence[int], after: Sequence[int]) -> Array:

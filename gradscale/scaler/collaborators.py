@@ -8,9 +8,9 @@ from typing import NamedTuple
 from gradscale.core.gradients import ParameterCache
 from gradscale.core.snapshot import Snapshot
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.guard import Guard
 from gradscale.scaler.mistakes import Mistakes
+from gradscale.scaler.options import Clipping
 from gradscale.scaler.reports import Reports
 from gradscale.scaler.scale import CurrentScale
 from gradscale.scaler.stall import Tally

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradscale.core.gradients import UNSCALING, Collected, Request, UserNorm
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale.core.arithmetic import Kind, is_floating, kind_of, widened
+from gradscale.core.backend import Backend
+from gradscale.core.gradients import UNSCALING, Collected, Request, UserNorm, named_gradients
 from gradscale.core.protocols import Array, Collectives, Optimizer
+from gradscale.core.summaries import sum_of_bits
 from gradscale.errors import InvalidValueError
 from gradscale.scaler.agreement import exchange_over
 from gradscale.scaler.claim import Purpose, Reason
-from gradscale.scaler.clipping import Clipping
 from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.guard import value_of
+from gradscale.scaler.judge import MicroBatches
 from gradscale.scaler.messages import Messages
-from gradscale.scaler.micro_batches import MicroBatches, checksum_of
+from gradscale.scaler.options import Clipping
 from gradscale.scaler.order import DROPPED_DTENSORS, wrong_order
 from gradscale.scaler.progress import Progress
 
@@ -104,9 +110,34 @@ def _norm_alone(parts: Collaborators, optimizer: Optimizer, norm: Array | float,
 
 
 def _checksum(parts: Collaborators, optimizer: Optimizer, groups: Sequence[Collectives], gradients: Collected) -> str:
-    """Return a checksum of gradients that all ranks hold, empty for others."""
-    is_averaged = len(groups) > 0 and not gradients.groups and parts.clipping.norm_over != "group"
-    return checksum_of(parts.current, optimizer) if is_averaged else ""
+    """Return a checksum of gradients that all ranks hold, unless what averages them was left out; empty for others."""
+    if not groups or gradients.groups or parts.clipping.norm_over == "group":
+        return ""
+    located = [one.array for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
+    arrays = [part for one in located for part in _real_parts(parts.current.backend_for(one), one)]
+    backend = parts.current.backend_for(arrays[0]) if arrays else parts.current.adapter
+    sums = [sum_of_bits(one, backend.bits(one)) for one in arrays]
+    stack = [backend.move(one, arrays[0]) for one in sums if one is not None]
+    numbers = backend.read(array_namespace(stack[0]).stack(stack)) if stack else []
+    others = [array for array, one in zip(arrays, sums, strict=True) if one is None]
+    summaries = backend.read_summaries(others)[0] if others else []
+    checksum = zlib.crc32(repr((numbers, summaries)).encode())
+    return (
+        f"{checksum:08x} of the gradients, which differ: a micro-batch was dropped, and perhaps the one that "
+        f"averages them, as the last does under no_sync(); make a backward pass in its place, of zeros. Of parts "
+        f'of gradients say max_norm= with norm_over="group"'
+    )
+
+
+def _real_parts(backend: Backend, gradient: Array) -> list[Array]:
+    """Return the real arrays that tell a gradient from others: its values, and where a sparse one has them."""
+    parts: list[Array] = []
+    for x in (backend.values_of(gradient), backend.places_of(gradient)):
+        if x is not None and kind_of(x) is Kind.COMPLEX:
+            parts += [array_namespace(x).real(x), array_namespace(x).imag(x)]
+        elif x is not None and is_floating(x):
+            parts.append(widened(x) if backend.bits(x) is None else x)
+    return parts
 
 
 def example(parts: Collaborators, optimizer: Optimizer) -> Array | None:

@@ -118,7 +118,7 @@ class GroupAgreement:
             code = as_0d_array(xp, xp.where(spike, number, xp.zeros_like(number)))
         sent = claims.pack_arrays(backend, self._policy, state, claims.hash_of(claim), Flags(nonfinite, code=code))
         with agreement.failing():
-            ballot = agreement.send(self._groups, sent, self._calls, claim)
+            ballot = agreement.send(self._groups, sent, claim)
             verdict = ballot.verdict(*ballot.read(backend), self._policy)
         self._calls += 1
         if verdict.nonfinite and verdict.at_min_scale:

@@ -8,6 +8,7 @@ from gradscale.core.gradients import Collected, Findings, Request
 from gradscale.core.protocols import Array, Optimizer, ScaleState
 from gradscale.errors import GradscaleError, InvalidValueError
 from gradscale.scaler import claim as claims
+from gradscale.scaler import order
 from gradscale.scaler.agreement import OF_ALL_RANKS
 from gradscale.scaler.claim import PROGRAM_CALLS, Flags, Presence, Reason, Scaled, Verdict
 from gradscale.scaler.collaborators import Collaborators
@@ -16,19 +17,6 @@ from gradscale.scaler.guard import Losses
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.judge import Judge
 from gradscale.scaler.messages import Messages
-from gradscale.scaler.order import (
-    FAILED_CLOSURE,
-    INCOMPLETE,
-    INTERRUPTED,
-    check_inputs,
-    check_refusal,
-    check_step,
-    forbid_unscale,
-    not_at_boundary,
-    require_step,
-    step_without_gradients,
-    wrong_order,
-)
 from gradscale.scaler.progress import Progress, Progresses, Stage
 from gradscale.scaler.reports import StepReport
 from gradscale.scaler.scale import Saved
@@ -60,7 +48,7 @@ class Iteration:
         if self.agreement.standing.failure is not None:
             raise self.agreement.standing.failure
         if self.before_update is not None:
-            wrong_order(INTERRUPTED, self.number)
+            order.wrong_order(order.INTERRUPTED, self.number)
         return self.progresses.of(optimizer)
 
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -79,24 +67,24 @@ class Iteration:
         """Return an optimizer's progress; CallOrderError if it was unscaled or stepped already."""
         progress = self.progress_of(optimizer)
         if not progress.stage.is_ready:
-            forbid_unscale(progress, self.number)
+            order.forbid_unscale(progress, self.number)
         if self.reports.under_way:
             self.messages.read_late()
         return progress
 
     def begin_step(self, optimizer: Optimizer, *, by_closure: bool) -> Progress:
         """Return an optimizer's progress; CallOrderError if it was stepped, InvalidTypeError if it cannot be."""
-        require_step(optimizer)
+        order.require_step(optimizer)
         progress = self.progress_of(optimizer)
-        if not progress.stage.is_ready:
-            check_step(progress, self.number, by_closure=by_closure)
-        elif self.reports.under_way:
+        if progress.stage.has_ended or (progress.stage is Stage.OVERTAKEN and not by_closure):
+            order.forbid_step(progress, self.number)
+        if progress.stage.is_ready and self.reports.under_way:
             self.messages.read_late()
         return progress
 
     def set_inputs(self, progress: Progress, inputs: StepInputs, *, has_closure: bool) -> None:
         """Judge an optimizer by what the program says of its step."""
-        check_inputs(progress, inputs, self.parts, self.number, has_closure=has_closure)
+        order.check_inputs(progress, inputs, self.parts, self.number, has_closure=has_closure)
         if progress.stage.is_unscaled:
             if progress.inputs is not None:
                 # The step has failed, and judges nothing again.
@@ -136,7 +124,7 @@ class Iteration:
         ``then``: the stage that follows.
         """
         if progress.closure.was_evaluated and not self.scaling.is_inside_closure:
-            wrong_order(FAILED_CLOSURE, self.number)
+            order.wrong_order(order.FAILED_CLOSURE, self.number)
         judge, guard = self.judge, self.judge.guard
         collection = collect(self.messages, progress, optimizer, request, judge.micro_batches, divides=divides)
         gradients, groups, max_norm, _ = collection
@@ -192,14 +180,14 @@ class Iteration:
         has_values: bool,
     ) -> PendingVerdict:
         """Return the verdict that follows from what this rank says of a step, to the other ranks, if there are any."""
-        agreement, (_, groups, max_norm, checksum) = self.agreement, collection
+        agreement, tally, (_, groups, max_norm, checksum) = self.agreement, self.parts.tally, collection
         if progress.refused:
             progress.code = claims.reason_code(progress.refused, agreement.rank())
         claim = None
         if groups:
             claim = self.messages.next_claim(groups, optimizer, max_norm, checksum=checksum)
         # It gives a new optimizer its position among the streaks, alone, too.
-        is_last = self.parts.tally.is_last_chance(optimizer) and len(groups) > 0
+        is_last = tally.give_up_after is not None and tally.is_last_chance(optimizer) and len(groups) > 0
         presence = source.presence if findings.has_gradients else Presence.NONE
         scaled = source.scaled + (has_values and source.scaled == Scaled.NOW)
         flags = Flags(findings.nonfinite, 2 * is_last, presence, scaled, progress.code)
@@ -210,9 +198,9 @@ class Iteration:
 
     def refuse(self, optimizer: Optimizer, reason: Reason) -> None:
         """Let no rank make the coming step of an optimizer; of several reasons the gravest counts."""
-        require_step(optimizer)
+        order.require_step(optimizer)
         progress = self.progress_of(optimizer)
-        check_refusal(progress, reason, self.number)
+        order.check_refusal(progress, reason, self.number)
         # In a closure an evaluation before may have left its verdict.
         pending = progress.pending if progress.stage.is_unscaled else None
         progress.refused = max(progress.refused, reason)
@@ -226,7 +214,7 @@ class Iteration:
         if self.agreement.standing.failure is not None:
             raise self.agreement.standing.failure
         if pending is None or (pending.is_placeholder and not pending.is_begun):
-            wrong_order(INCOMPLETE, self.number)
+            order.wrong_order(order.INCOMPLETE, self.number)
         if pending.is_placeholder:
             self.judge.note_values(has_values=False)
             if progress.refused:
@@ -290,9 +278,9 @@ class Iteration:
         # The optimizer can begin again.
         progress.begin_again()
         self.reports.record(optimizer, StepReport(True, scale, 0, "no gradients", self.number))
-        what = step_without_gradients(type(optimizer).__name__, is_alone=self.agreement.is_alone)
+        what = order.step_without_gradients(type(optimizer).__name__, is_alone=self.agreement.is_alone)
         if not self.parts.is_guard:
-            wrong_order(what, self.number)
+            order.wrong_order(what, self.number)
         self.scaling.has_scaled = False
         counts = self.judge.micro_batches
         if counts.kept or counts.dropped:
@@ -335,4 +323,4 @@ class Iteration:
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError in mid-iteration."""
         if self.agreement.standing.failure is None and not self.is_at_boundary:
-            raise not_at_boundary(what, self.number)
+            raise order.not_at_boundary(what, self.number)

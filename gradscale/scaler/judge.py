@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from array_api_compat import is_array_api_obj
 
@@ -18,11 +18,21 @@ from gradscale.scaler.claim import Flags, LossFault, Purpose, Reason, Verdict
 from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.guard import Guard, Losses, beside, is_nonfinite, value_of
 from gradscale.scaler.messages import Messages
-from gradscale.scaler.micro_batches import MicroBatches
 from gradscale.scaler.mistakes import no_values
 from gradscale.scaler.progress import Progress
 from gradscale.scaler.scaling import Scaling
 from gradscale.scaler.verdict import JudgedLoss, PendingVerdict
+
+
+class MicroBatches(NamedTuple):
+    """The micro-batches of a step, by the answers of ``keeps``."""
+
+    kept: int = 0
+    dropped: int = 0
+    ends_dropped: bool = False
+    """Whether the last one was dropped."""
+    stepped: frozenset[int] = frozenset()
+    """The ``id()`` of optimizers that were stepped by them in an iteration before."""
 
 
 class Judge:
@@ -57,14 +67,14 @@ class Judge:
     def _is_finite_on_all(
         self, groups: Sequence[Collectives], owner: object, loss: Array | float, value: Array | float
     ) -> bool:
-        current, agreement, messages = self._parts.current, self._parts.agreement, self._messages
+        current, agreement = self._parts.current, self._parts.agreement
         state = self._scaling.in_force(lambda: loss if is_array_api_obj(loss) else None)
-        claim = messages.next_claim(groups, owner, call=Purpose.MICRO_BATCH)
+        claim = self._messages.next_claim(groups, owner, call=Purpose.MICRO_BATCH)
         fault = claims.reason_code(Reason.OVERFLOW, agreement.rank(), LossFault.NONFINITE)
         flags = Flags(0, code=is_nonfinite(value, state.scale) * fault)
         sent = claims.pack_arrays(current.state_adapter, current.policy, state, claims.hash_of(claim), flags)
         with agreement.failing():
-            ballot = agreement.send(groups, sent, messages.iteration, claim)
+            ballot = agreement.send(groups, sent, claim)
             return not ballot.verdict(*ballot.read(current.state_adapter), current.policy).reason
 
     def forget_micro_batches(self) -> None:

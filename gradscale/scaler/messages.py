@@ -122,5 +122,5 @@ class Messages:
             scale = self._scaling.in_force(like).scale
             sent = current.state_adapter.integers(claims.pack_failure(claims.hash_of(claim), agreement.rank()), scale)
             with agreement.failing():
-                ballot = agreement.send(groups, sent, self.iteration, claim)
+                ballot = agreement.send(groups, sent, claim)
                 ballot.verdict(*ballot.read(current.state_adapter), current.policy)

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from gradscale.core import validation
-from gradscale.core.arithmetic import NormOver
+from gradscale.core.arithmetic import NormOver, checked_norm
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Group, Policy
 from gradscale.core.registry import A_GROUP
@@ -103,9 +103,7 @@ def with_options(
 ) -> Callable[[Callable[Concatenate[_Owner, ...], None]], Callable[Concatenate[_Owner, _Options], None]]:
     """Give a constructor, by their names, the fields of a dataclass, and show these; others: InvalidTypeError."""
 
-    def decorate(
-        function: Callable[Concatenate[_Owner, ...], None],
-    ) -> Callable[Concatenate[_Owner, _Options], None]:
+    def decorate(function: Callable[Concatenate[_Owner, ...], None]) -> Callable[Concatenate[_Owner, _Options], None]:
         own, options = inspect.signature(function).parameters["self"], inspect.signature(kind)
 
         @functools.wraps(function)
@@ -174,6 +172,26 @@ def _hint(options: Sequence[str], kwargs: Mapping[str, object], unknown: Sequenc
     if "group" in unknown:
         return "; group= is taken by gradscale.ShardedGradScaler"
     return nearest(unknown[0], options) if unknown else ""
+
+
+class Clipping(NamedTuple):
+    """To what norm gradients are clipped, and over which ranks the norm is."""
+
+    max_norm: float | None = None
+    """None if nothing is clipped."""
+    norm_over: NormOver | None = None
+    """None for what the optimizer's gradients say: "group" for DTensors, else "rank"."""
+
+
+def checked_clipping(max_norm: object, norm_over: object) -> Clipping:
+    """Return the two arguments of a scaler or of ``unscale_``, checked."""
+    if norm_over not in (None, "rank", "group"):
+        msg = f'norm_over must be "rank" or "group", got {short_repr(norm_over)}'
+        raise InvalidValueError(msg)
+    if max_norm is None and norm_over is not None:
+        msg = f"norm_over={norm_over!r} says over what the norm is taken for max_norm=, got no max_norm"
+        raise InvalidValueError(msg)
+    return Clipping(None if max_norm is None else checked_norm(max_norm), norm_over)
 
 
 def policy_of(options: Mapping[str, Any]) -> Policy:

@@ -10,7 +10,7 @@ from gradscale.scaler.claim import PROGRAM_CALLS, Reason
 from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.diagnosis.cause import NO_GRADIENTS
 from gradscale.scaler.inputs import StepInputs
-from gradscale.scaler.progress import Progress, Stage
+from gradscale.scaler.progress import Progress
 
 _ORDER = "The right order: scale(loss), backward pass, unscale_(optimizer) if wanted, step(optimizer), update()"
 
@@ -54,16 +54,15 @@ def forbid_unscale(progress: Progress, iteration: int) -> NoReturn:
     )
 
 
-def check_step(progress: Progress, iteration: int, *, by_closure: bool) -> None:
+def forbid_step(progress: Progress, iteration: int) -> NoReturn:
     """Raise CallOrderError for an optimizer that was stepped already, or whose gradients nothing would divide."""
     if progress.stage.has_ended:
         wrong_order(f"step() has already been called {_SINCE_UPDATE}", iteration)
-    if progress.stage is Stage.OVERTAKEN and not by_closure:
-        wrong_order(
-            "step() of this optimizer has failed, and a loss was scaled since, whose gradients nothing would divide: "
-            "end the iteration with update(get_scale()), or load a state dict, and make new gradients",
-            iteration,
-        )
+    wrong_order(
+        "step() of this optimizer has failed, and a loss was scaled since, whose gradients nothing would divide: "
+        "end the iteration with update(get_scale()), or load a state dict, and make new gradients",
+        iteration,
+    )
 
 
 def check_refusal(progress: Progress, reason: Reason, iteration: int) -> None:

@@ -46,6 +46,9 @@ class Use(enum.Enum):
         self.has_leftovers = self.name in ("LEFTOVERS", "ADAPTED_LEFTOVERS")
 
 
+_ADAPTED = {Use.NONE: Use.ADAPTED, Use.LEFTOVERS: Use.ADAPTED_LEFTOVERS, Use.LOADED: Use.SCALED}
+
+
 class CurrentScale:
     """The state of a scaler, and the adapter and namespace of its library.
 
@@ -145,7 +148,8 @@ class CurrentScale:
         """
         state = self.state or self.materialize()
         self.updates += 1
-        self.mark_adapted()
+        if self.use.is_fresh:
+            self.mark_adapted()
         if self.is_static:
             return
         count = counts[0] if len(counts) == 1 else self._largest_of(counts)
@@ -269,9 +273,7 @@ class CurrentScale:
 
     def mark_adapted(self) -> None:
         """Note that an update, or a framework, has gone on with the state."""
-        if self.use.is_fresh:
-            adapted = Use.ADAPTED_LEFTOVERS if self.use.has_leftovers else Use.ADAPTED
-            self.use = Use.SCALED if self.use is Use.LOADED else adapted
+        self.use = _ADAPTED.get(self.use, self.use)
 
     def mark_unused(self, *, has_leftovers: bool = False) -> None:
         """Treat gradients as unscaled until ``scale`` is called, but for leftovers of an iteration."""

@@ -29,7 +29,6 @@ from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import PROGRAM_CALLS, Reason
-from gradscale.scaler.clipping import Clipping, checked_clipping
 from gradscale.scaler.collaborators import Collaborators
 from gradscale.scaler.collection import clipping_request
 from gradscale.scaler.diagnosis.diagnose import Diagnosis
@@ -38,14 +37,16 @@ from gradscale.scaler.diagnosis.report import OverflowReport
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.iteration import Iteration
-from gradscale.scaler.micro_batches import MicroBatches
+from gradscale.scaler.judge import MicroBatches
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import (
+    Clipping,
     CommonOptions,
     ScalerOptions,
     ShardedOptions,
     StepGuardOptions,
     check_arguments,
+    checked_clipping,
     policy_of,
     with_options,
 )
@@ -71,11 +72,8 @@ def collaborators_of(
 ) -> Collaborators:
     """Return the parts of a scaler with these options."""
     options = {**vars(CommonOptions()), **options}
-    current, reports, guard = (
-        CurrentScale(policy_of(options), backend),
-        Reports(options),
-        guard_for(options["skip"]),
-    )
+    current = CurrentScale(policy_of(options), backend)
+    reports, guard = Reports(options), guard_for(options["skip"])
     # Ranks act on these at the same time, so that they must have them in common.
     common = {name: options[name] for name in ("diagnose", "skip", "give_up_after")}
     common["hold"] = options["hold"] is not None
@@ -449,13 +447,16 @@ class GradScaler:
                 if update.report is not None:
                     parts.reports.tell_update(update.report())
             except Exception as error:
-                if update.underflow is not None or gives_up:
-                    # A callback may fail on one rank, and all ranks raise these.
-                    note = f"A callback of on_update has failed, too: {short_repr(error)}"
-                    self._raise_for_all(ended, update.underflow, stalled, gives_up, note)
-                raise
+                if update.underflow is None and not gives_up:
+                    raise
+                # A callback may fail on one rank, and all ranks raise these.
+                try:
+                    self._tell_of_end(ended, update.underflow, stalled, gives_up=gives_up)
+                except GradscaleError as end:
+                    end.add_note(f"A callback of on_update has failed, too: {short_repr(error)}")
+                    raise
             if update.underflow is not None or stalled is not None:
-                self._raise_for_all(ended, update.underflow, stalled, gives_up)
+                self._tell_of_end(ended, update.underflow, stalled, gives_up=gives_up)
 
     # Reports.
 
@@ -828,27 +829,14 @@ class GradScaler:
         iteration.steps.append((report, position))
         reports.record(optimizer, report, rank)
 
-    def _raise_for_all(
-        self,
-        ended: Iteration,
-        underflow: ScaleUnderflowError | None,
-        stalled: int | None,
-        gives_up: bool,
-        note: str | None = None,
+    def _tell_of_end(
+        self, ended: Iteration, underflow: ScaleUnderflowError | None, position: int | None, *, gives_up: bool
     ) -> None:
-        """Raise what ends a run on all ranks, or warn of a run that stalls."""
-        try:
-            if underflow is not None:
-                raise underflow
-            if stalled is not None:
-                self._tell_of_stall(ended, stalled, gives_up=gives_up)
-        except GradscaleError as error:
-            if note is not None:
-                error.add_note(note)
-            raise
-
-    def _tell_of_stall(self, ended: Iteration, position: int, *, gives_up: bool) -> None:
-        """Warn of an optimizer whose every step is skipped, with the cause that this rank sees, or raise."""
+        """Raise what ends a run on all ranks, or warn of an optimizer whose every step is skipped, with the cause."""
+        if underflow is not None:
+            raise underflow
+        if position is None:
+            return
         tally, guard = self._parts.tally, self._parts.guard
         streak = tally.mark_warned(position)
         stalled = [optimizer for optimizer in ended.progresses.optimizers() if tally.streak_of(optimizer) is streak]

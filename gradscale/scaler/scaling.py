@@ -6,10 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
-from array_api_compat import is_array_api_obj
-
-from gradscale.core.arithmetic import is_floating
-from gradscale.core.gradients import named_gradients
+from gradscale.core.gradients import values_of_gradients
 from gradscale.core.protocols import Array, Optimizer, ScaleState
 from gradscale.scaler.claim import Presence, Scaled
 from gradscale.scaler.collaborators import Collaborators
@@ -92,7 +89,7 @@ class Scaling:
     ) -> Source:
         """Return where an optimizer's gradients come from; CallOrderError alone, if no loss of theirs was scaled."""
         current = self._current
-        if self.has_scaled:
+        if self.has_scaled or progress.refused or current.adapter.is_replayed:
             return Source(self.in_force(like))
         presence = self._unscaled_presence(progress, optimizer, has_groups=has_groups)
         if presence is Presence.SOME and not has_groups:
@@ -100,7 +97,7 @@ class Scaling:
         state = self.in_force(like)
         if presence is not None:
             return Source(state, Scaled.NEVER, presence)
-        if progress.refused or current.adapter.is_replayed or current.is_one(state):
+        if current.is_one(state):
             return Source(state)
         if not has_groups:
             # Over a group another rank may have the loss.
@@ -110,7 +107,7 @@ class Scaling:
     def _unscaled_presence(self, progress: Progress, optimizer: Optimizer, *, has_groups: bool) -> Presence | None:
         """Return the presence of gradients whose loss this rank never scaled; a host read each, None for others."""
         current, has_closure = self._current, progress.closure.was_evaluated
-        if progress.refused or current.adapter.is_replayed or not (current.use.is_fresh or has_closure):
+        if not (current.use.is_fresh or has_closure):
             return None
         # Nothing has to be divided.
         is_one = self.closure_state is None and current.scale() == 1.0 and (has_groups or current.is_set)
@@ -125,8 +122,7 @@ class Scaling:
     def _are_zeros(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer's gradients are nothing but zeros; a host read each."""
         current = self._current
-        located = [one.array for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
-        values = [one for one in map(current.adapter.values_of, located) if one is not None and is_floating(one)]
+        values = values_of_gradients(current.adapter, optimizer)
         summaries = [current.backend_for(one).read_summaries([one])[0][0] for one in values]
         return all(one.zeros == one.size for one in summaries)
 

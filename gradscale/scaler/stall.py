@@ -9,11 +9,7 @@ from typing import NamedTuple
 
 from gradscale.core import validation
 from gradscale.core.identity import IdentityMap, take_position
-from gradscale.errors import (
-    TrainingStalledError,
-    TrainingStalledWarning,
-    warn_caller,
-)
+from gradscale.errors import TrainingStalledError, TrainingStalledWarning, warn_caller
 from gradscale.scaler.reports import COUNTED, REASONS, StepReport
 
 # A scale falls once in so many skipped steps, or oftener: the hysteresis of a policy.
@@ -115,7 +111,7 @@ class Tally:
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._warn_after, self._give_up_after = (
+        self._warn_after, self.give_up_after = (
             None if options[name] is None else validation.integer(name, options[name], 1, validation.LARGEST_INT32)
             for name in ("warn_after", "give_up_after")
         )
@@ -158,7 +154,7 @@ class Tally:
     def saved(self) -> list[SkipStreak] | None:
         """Return the streaks by position; None without ``give_up_after``."""
         last = max(self._streaks, default=-1)
-        return None if self._give_up_after is None else [*map(self._at, range(last + 1))]
+        return None if self.give_up_after is None else [*map(self._at, range(last + 1))]
 
     def note(self, step: StepReport, position: int | None) -> None:
         """Count a step, and in the streak of its optimizer, if that is alive."""
@@ -178,9 +174,7 @@ class Tally:
 
     def is_last_chance(self, optimizer: object) -> bool:
         """Tell whether one more skipped step of an optimizer is as many in a row as the user allows."""
-        if self._give_up_after is None:
-            return False
-        return self._at(self.position_of(optimizer)).length + 1 >= self._give_up_after
+        return self._at(self.position_of(optimizer)).length + 1 >= (self.give_up_after or math.inf)
 
     def pop_stalled(self, *, is_alone: bool, gives_up: bool) -> tuple[int | None, bool]:
         """Return the position of a streak that has grown and is too long, and whether the run ends.
@@ -191,7 +185,7 @@ class Tally:
         if not self._grown:
             return None, False
         grown, self._grown = sorted(self._grown, key=lambda one: (self._at(one).length, one)), set()
-        is_last = is_alone and self._at(grown[-1]).length >= (self._give_up_after or math.inf)
+        is_last = is_alone and self._at(grown[-1]).length >= (self.give_up_after or math.inf)
         if gives_up or is_last:
             return grown[-1], True
         for position in reversed(grown):

@@ -15,17 +15,7 @@ from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL, float32_from_bits
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import (
-    KEEPS_SCALE,
-    LENGTH,
-    PROGRAM_CALLS,
-    Claim,
-    Flags,
-    Presence,
-    Reason,
-    Verdict,
-    verdict_from,
-)
+from gradscale.scaler.claim import Claim, Flags, Presence, Reason, Verdict
 from gradscale.scaler.scale import CurrentScale
 
 
@@ -89,8 +79,9 @@ class PendingVerdict:
         loss, self.is_judged_late = judged
         # Gradients of a state before a load say nothing of the one in force.
         self.rank, self._updates = agreement.rank, current.updates if state is current.state else -1
-        self._current, self._count = current, flags.nonfinite
-        self._code = flags.code if isinstance(flags.code, int) else _peeked(current, flags.code)
+        if not isinstance(flags.code, int):
+            flags = flags._replace(code=_peeked(current, flags.code))
+        self._current, self._count, self._code = current, flags.nonfinite, flags.code
         # What a read has to fetch stays as it is: each replay of a captured graph gives others.
         self._norm_sent = 0.0 if findings.norm is None else _peeked(current, findings.norm)
         self._norm, self._loss, self._loss_sent = self._norm_sent, loss, loss
@@ -98,15 +89,18 @@ class PendingVerdict:
         self._deferred = findings.deferred if findings.norm is None else None
         # The reason that an overflow hides.
         self._hidden = self._code if isinstance(self._code, int) else 0
-        self._flags = flags = self._with_overflow(flags)
-        if groups:
+        has_overflow = isinstance(self._count, int) and self._count > 0
+        if has_overflow or self._hidden:
+            flags = self._with_reasons(flags, has_overflow=has_overflow)
+        self._flags = flags
+        if claim is not None:
             self._send(agreement, flags, claim)
         elif findings.scale is not None and self._is_on_host(flags):
             if current.state_adapter.is_shared:
                 current.require_possible(findings.scale)
             if self._count and current.at_min_scale(state) is True:
                 flags = flags._replace(limits=flags.limits + 1)
-            self.verdict = self._with_values(verdict_from(flags, self._count, findings.scale))
+            self.verdict = self._with_values(claims.verdict_from(flags, self._count, findings.scale))
         else:
             self._sent = self._pack_alone(flags)
 
@@ -119,13 +113,11 @@ class PendingVerdict:
         placeholder.is_placeholder = True
         return placeholder
 
-    def _with_overflow(self, flags: Flags) -> Flags:
-        """Return the flags with an overflow that the host knows, which counts before any other reason."""
-        if flags.code is not self._code:
-            flags = flags._replace(code=self._code)
-        if self.groups and self._hidden and (reason := claims.reason_number(self._hidden)) in PROGRAM_CALLS:
+    def _with_reasons(self, flags: Flags, *, has_overflow: bool) -> Flags:
+        """Return the flags with an overflow, which counts before any other reason, and beside it a refusal."""
+        if self.groups and (reason := claims.reason_number(self._hidden)) in claims.PROGRAM_CALLS:
             flags = flags._replace(presence=Presence.REFUSED + reason - Reason.REFUSED)
-        if isinstance(self._count, int) and self._count:
+        if has_overflow:
             # A refusal counts again if a framework overrules the overflow.
             fault = claims.fault_of(self._loss) or claims.fault_in(self._hidden)
             flags = flags._replace(code=claims.reason_code(Reason.OVERFLOW, self.rank(), fault))
@@ -136,11 +128,10 @@ class PendingVerdict:
         is_on_host = isinstance(flags.nonfinite, int) and isinstance(flags.code, int) and isinstance(self._norm, float)
         return is_on_host and (self._loss is None or not is_array_api_obj(self._loss))
 
-    def _send(self, agreement: Agreement, flags: Flags, claim: Claim | None) -> None:
+    def _send(self, agreement: Agreement, flags: Flags, claim: Claim) -> None:
         """Start the message to the other ranks."""
         current, adapter, state = self._current, self._current.state_adapter, self.state
-        own_hash, number = claims.hash_of(claim), 0 if claim is None else claim.iteration
-        numbers = adapter.peek(state)
+        own_hash, numbers = claims.hash_of(claim), adapter.peek(state)
         values: list[int] | None = None
         if numbers is not None and self._is_on_host(flags) and isinstance(self._norm, float):
             flags = flags._replace(limits=flags.limits + (current.at_min_scale(state) is True))
@@ -148,7 +139,7 @@ class PendingVerdict:
             sent = adapter.integers(values, state.scale)
         else:
             sent = claims.pack_arrays(adapter, current.policy, state, own_hash, self._with_array(flags), self._norm)
-        self._ballot = agreement.send(self.groups, sent, number, claim)
+        self._ballot = agreement.send(self.groups, sent, claim)
         self._ballot.values = values
 
     def _with_array(self, flags: Flags) -> Flags:
@@ -189,7 +180,7 @@ class PendingVerdict:
     def read(self) -> Verdict:
         """Return the verdict, read now if it is not yet (one host read), or a framework's in its place."""
         verdict = self.verdict or self._read()
-        count = None if self.override is None or verdict.reason in KEEPS_SCALE else self.override()
+        count = None if self.override is None or verdict.reason in claims.KEEPS_SCALE else self.override()
         if count is None:
             return verdict
         xp = array_namespace(count)
@@ -236,7 +227,7 @@ class PendingVerdict:
                 # A device would wait for the ranks for ever.
                 ballot.agreed(is_read=True)
             values = copy()
-            agreed, sent = values[:LENGTH], values[LENGTH:]
+            agreed, sent = values[: claims.LENGTH], values[claims.LENGTH :]
         verdict = ballot.verdict(agreed, sent, current.policy, is_late=self.reading.is_late)
         self._hidden = claims.code_in(agreed) if verdict.reason else 0
         if not isinstance(self._norm_sent, float):
@@ -261,7 +252,7 @@ class PendingVerdict:
             flags = flags._replace(nonfinite=self._count)
         elif not isinstance(self._norm_sent, float):
             self._norm = float32_from_bits(words[0])
-        verdict = self._with_values(verdict_from(flags, flags.nonfinite, scale))
+        verdict = self._with_values(claims.verdict_from(flags, flags.nonfinite, scale))
         # It may have been refused after the flags were packed.
         self._hidden = self._code if isinstance(self._code, int) else flags.code
         if verdict.nonfinite:
@@ -273,7 +264,11 @@ class PendingVerdict:
         """Return a verdict with the norm and the loss that this rank was judged by, if there are any."""
         if self.findings.norm is None and self.findings.deferred is None and self._loss is None:
             return verdict
-        return verdict._replace(norm=self._reported_norm(), loss=self.loss)
+        norm = self.norm
+        if norm is not None and not SMALLEST_NORMAL <= norm < math.inf:
+            # As it travels.
+            norm = 0.0 if norm < 1.0 else math.inf
+        return verdict._replace(norm=norm, loss=self.loss)
 
     @property
     def loss(self) -> float | None:
@@ -288,11 +283,6 @@ class PendingVerdict:
     def norm(self) -> float | None:
         """The norm on this rank before clipping, once the verdict is read."""
         return None if self.findings.norm is None and self.findings.deferred is None else float(self._norm)
-
-    def _reported_norm(self) -> float | None:
-        norm = self.norm
-        # As it travels.
-        return norm if norm is None or SMALLEST_NORMAL <= norm < math.inf else 0.0 if norm < 1.0 else math.inf
 
     def start_reading(self) -> None:
         """Send the verdict on its way to the host, which does not wait for it, and reads it on demand."""
@@ -312,7 +302,7 @@ class PendingVerdict:
         if verdict is None:
             is_idle = self._flags.presence == Presence.ZEROS and not self.groups
         else:
-            is_idle = verdict.is_idle or verdict.reason in KEEPS_SCALE
+            is_idle = verdict.is_idle or verdict.reason in claims.KEEPS_SCALE
         if is_idle:
             return None
         if verdict is not None and self.override is None and isinstance(self._count, int):
@@ -351,7 +341,7 @@ class PendingVerdict:
     def skips(self) -> Array | bool:
         """Return whether the ranks skip the step, 0-d, 0 if they do not, if the host does not know; no host read."""
         if self.verdict is not None:
-            return self.read().reason > 0
+            return (self.verdict if self.override is None else self.read()).reason > 0
         own, code = self._deciding_count(), self._agreed_code()
         if isinstance(code, int):
             return array_namespace(own).ones_like(own) if claims.is_skip(code) else own
