@@ -24,6 +24,7 @@ from gradscale.scaler.messages import Messages
 from gradscale.scaler.options import Clipping
 from gradscale.scaler.order import DROPPED_DTENSORS, wrong_order
 from gradscale.scaler.progress import Progress
+from gradscale.scaler.scale import CurrentScale
 
 _JUDGING = Request(divides=False)
 
@@ -83,7 +84,7 @@ def collect(
             gradients = parts.current.adapter.collect(optimizer, parts.cache, request)
         else:
             gradients = _norm_alone(parts, optimizer, value_of(norm), divides=request.divides)
-        checksum = _checksum(parts, optimizer, groups, gradients) if has_dropped else ""
+        checksum = _comparison(parts, optimizer, groups, gradients) if has_dropped else ""
     except Exception:
         messages.tell_of_failure(optimizer)
         raise
@@ -109,24 +110,28 @@ def _norm_alone(parts: Collaborators, optimizer: Optimizer, norm: Array | float,
     return UserNorm(norm, lambda: example(parts, optimizer), groups, is_read=is_read)
 
 
-def _checksum(parts: Collaborators, optimizer: Optimizer, groups: Sequence[Collectives], gradients: Collected) -> str:
+def _comparison(parts: Collaborators, optimizer: Optimizer, groups: Sequence[Collectives], gradients: Collected) -> str:
     """Return a checksum of gradients that all ranks hold, unless what averages them was left out; empty for others."""
     if not groups or gradients.groups or parts.clipping.norm_over == "group":
         return ""
+    return (
+        f"{_checksum(parts.current, optimizer):08x} of the gradients, which differ: a micro-batch was dropped, and "
+        f"perhaps the one that averages them, as the last does under no_sync(); make a backward pass in its place, of "
+        f'zeros. Of parts of gradients say max_norm= with norm_over="group"'
+    )
+
+
+def _checksum(current: CurrentScale, optimizer: Optimizer) -> int:
+    """Return a checksum of an optimizer's gradients on this rank."""
     located = [one.array for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
-    arrays = [part for one in located for part in _real_parts(parts.current.backend_for(one), one)]
-    backend = parts.current.backend_for(arrays[0]) if arrays else parts.current.adapter
+    arrays = [part for one in located for part in _real_parts(current.backend_for(one), one)]
+    backend = current.backend_for(arrays[0]) if arrays else current.adapter
     sums = [sum_of_bits(one, backend.bits(one)) for one in arrays]
     stack = [backend.move(one, arrays[0]) for one in sums if one is not None]
     numbers = backend.read(array_namespace(stack[0]).stack(stack)) if stack else []
     others = [array for array, one in zip(arrays, sums, strict=True) if one is None]
     summaries = backend.read_summaries(others)[0] if others else []
-    checksum = zlib.crc32(repr((numbers, summaries)).encode())
-    return (
-        f"{checksum:08x} of the gradients, which differ: a micro-batch was dropped, and perhaps the one that "
-        f"averages them, as the last does under no_sync(); make a backward pass in its place, of zeros. Of parts "
-        f'of gradients say max_norm= with norm_over="group"'
-    )
+    return zlib.crc32(repr((numbers, summaries)).encode())
 
 
 def _real_parts(backend: Backend, gradient: Array) -> list[Array]:
