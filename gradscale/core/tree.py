@@ -11,7 +11,6 @@ read an InvalidTypeError.
 import copy
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -35,7 +34,6 @@ _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
 _WHAT = "a container of arrays"
 # By the name of a namespace: types and dtypes of its floating arrays.
 _floating_kinds: dict[str, set[tuple[type, object]]] = {}
-_dtype = operator.attrgetter("dtype")
 
 
 def _is_leaf(node: object) -> bool:
@@ -263,8 +261,8 @@ def floating_leaves(
     """
     floating = _floating_kinds.setdefault(namespace.__name__, set())
     try:
-        # Thousands of leaves are of few kinds.
-        are_floating = floating.issuperset(zip(map(type, leaves), map(_dtype, leaves), strict=True))
+        # Thousands of leaves are of few kinds. (torch's compiler does not trace an attrgetter.)
+        are_floating = floating.issuperset(zip(map(type, leaves), [leaf.dtype for leaf in leaves], strict=True))
     except Exception:
         # Read one by one, below, the leaves say which one raises.
         are_floating = False
