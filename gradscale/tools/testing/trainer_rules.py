@@ -104,10 +104,10 @@ def check_trainer(
     raises: bool = True,
     steps: int = 8,
     bad_steps: Sequence[int | Sequence[int]] = (),
-    kinds: Sequence[str] = ("nan", "inf"),
+    kinds: str | Sequence[str] = ("nan", "inf"),
     micro_batches: int = 1,
     rtol: float = 0.0,
-    exempt: Sequence[str] = ("scale",),
+    exempt: str | Sequence[str] = ("scale",),
     progress: Callable[[int, int], object] = print_total,
 ) -> TrainerReport:
     """Hold a training loop to four rules, by runs of it that are compared with each other.
@@ -132,17 +132,17 @@ def check_trainer(
     raises : bool, default True
         False: return the report also if there are faults.
     steps : int, default 8
-        Number of steps of a run.
+        Number of steps of a run; 4 or more, if ``bad_steps`` are the default.
     bad_steps : sequence of int or sequence of ints, optional
         Which steps are bad, a run for each, or several in one run. Default: the first, one in the middle, two in a row.
-    kinds : sequence of str, default ("nan", "inf")
+    kinds : str or sequence of str, default ("nan", "inf")
         What ``fault`` is in a bad step. For loops that skip spikes: ``"spike"``, which is 1e6, or any number as text.
     micro_batches : int, default 1
         If more, ``fault`` is a tuple of a factor for each micro-batch, one of which is bad. In a run that is compared
         with it is None: that micro-batch is to be left out, as if it had not been there.
     rtol : float, default 0.0
         How much numbers of an array may differ, relative to its largest one. By default not in a bit.
-    exempt : sequence of str, default ("scale",)
+    exempt : str or sequence of str, default ("scale",)
         Parts whose names contain one of these, in capitals or not, are compared by rule 3 alone.
     progress : callable, optional
         Called on rank 0 before each run, with how many were made, and how many there are at most. Default: print this
@@ -184,8 +184,8 @@ def check_trainer(
     and 0.00625 without that step (a schedule that counts skipped steps?)
     """
     faults: list[TrainerFault] = []
-    steps = validation.integer("steps", steps, 1, validation.LARGEST_INT32)
-    micro_batches = validation.integer("micro_batches", micro_batches, 1, validation.LARGEST_INT32)
+    steps = validation.count("steps", steps, 1 if bad_steps else 4)
+    micro_batches = validation.count("micro_batches", micro_batches, 1)
     rtol = validation.number("rtol", rtol, at_least=0.0, at_most=1.0)
     with ThreadPool(1) as pool:
         channel = SideChannel(group, validation.number("timeout", timeout, above=0.0))
