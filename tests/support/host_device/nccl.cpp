@@ -1,4 +1,5 @@
-// NCCL for the driver on the host: MAX all-reduces of int32 between communicators of one process, one for each device.
+// NCCL for the driver on the host, between communicators of one process, one for each device: all-reduces that are the
+// MAX of int32 or the sum of float32.
 //
 // As NCCL does, the first collective connects the ranks while the host waits, and others are work of their streams.
 
@@ -16,7 +17,8 @@
 
 namespace {
 
-const int kInt32 = 2, kMax = 2, kInvalidArgument = 4, kInvalidUsage = 5, kRemoteError = 6, kInProgress = 7;
+const int kInt32 = 2, kMax = 2, kFloat32 = 7, kSum = 0;
+const int kInvalidArgument = 4, kInvalidUsage = 5, kRemoteError = 6, kInProgress = 7;
 
 struct Round {
     int arrived = 0;
@@ -46,8 +48,19 @@ struct Communicator {
     }
 };
 
+int larger(int a, int b) { return std::max(a, b); }
+int sum(int a, int b) {
+    float values[2];
+    std::memcpy(&values[0], &a, sizeof a);
+    std::memcpy(&values[1], &b, sizeof b);
+    values[0] += values[1];
+    std::memcpy(&a, &values[0], sizeof a);
+    return a;
+}
+
 struct Reduction {
     Communicator* communicator;
+    int (*combine)(int, int);
     const int* send;
     int* receive;
     std::size_t count;
@@ -59,8 +72,11 @@ void reduce(void* given) {
     World& world = *mine.communicator->world;
     std::unique_lock<std::mutex> lock(world.mutex);
     Round& round = world.rounds[mine.communicator->rounds++];
-    if (round.arrived++ == 0) round.values.assign(mine.send, mine.send + mine.count);
-    for (std::size_t k = 0; k < mine.count; ++k) round.values[k] = std::max(round.values[k], mine.send[k]);
+    if (round.arrived++ == 0) {
+        round.values.assign(mine.send, mine.send + mine.count);
+    } else {
+        std::transform(mine.send, mine.send + mine.count, round.values.begin(), round.values.begin(), mine.combine);
+    }
     if (mine.communicator->wait(lock, [&] { return round.arrived == world.size; })) {
         std::memcpy(mine.receive, round.values.data(), sizeof(int) * mine.count);
     }
@@ -137,7 +153,8 @@ int ncclCommRevoke(Communicator* one, int) { return ncclCommAbort(one); }
 int ncclAllReduce(const void* send, void* receive, std::size_t count, int type, int operation, Communicator* one,
                   cudaStream_t stream) {
     // Another thread has aborted it since, for which CuPy passes none.
-    if (one == nullptr || type != kInt32 || operation != kMax) return kInvalidArgument;
+    const bool is_max = type == kInt32 && operation == kMax, is_sum = type == kFloat32 && operation == kSum;
+    if (one == nullptr || !(is_max || is_sum)) return kInvalidArgument;
     int device;
     cudaGetDevice(&device);
     if (device != one->device || one->is_ended) return kInvalidUsage;
@@ -149,7 +166,8 @@ int ncclAllReduce(const void* send, void* receive, std::size_t count, int type, 
         if (!one->wait(lock, [&] { return world.connected == world.size; })) return kRemoteError;
         one->is_connected = true;
     }
-    cudaLaunchHostFunc(stream, reduce, new Reduction{one, (const int*)send, (int*)receive, count});
+    const auto combine = is_max ? larger : sum;
+    cudaLaunchHostFunc(stream, reduce, new Reduction{one, combine, (const int*)send, (int*)receive, count});
     return 0;
 }
 
