@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 from typing import Any
@@ -10,41 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import require
-from recipe_blocks import GUARD_PAGE, INTEROP, JAX_PAGE, run_on_names
+from recipe_blocks import INTEROP, JAX_PAGE, MLX_PAGE, NUMPY_PAGE
 from scenarios import rank_and_size
-from waiting_trainers import WaitingTrainer
+from waiting_trainers import PageTrainer, set_scale
 from worlds import MPIWorld, each
 
 from gradscale.testing import check_trainer
 
 pytestmark = pytest.mark.tier("all")
-
-NUMPY_PAGE, MLX_PAGE = (JAX_PAGE.parents[1] / f"gradscale_{name}" / "README.md" for name in ("numpy", "mlx"))
-
-
-class PageTrainer(WaitingTrainer):
-    """Runs a block of a page, and gives its loop batches whose numbers are times ``fault``."""
-
-    page = GUARD_PAGE
-    block: str
-    rows = 16
-    rank = 0
-
-    def __init__(self) -> None:
-        batches = (self.batch(index) for index in self.steps())
-        self.names = dict.fromkeys(("batches", "loader"), batches) | self.others()
-        self.begin(run_on_names, self.page, self.block, self.names)
-
-    def others(self) -> dict[str, Any]:
-        """Return the names that the block takes for granted, but its batches."""
-        return {}
-
-    def batch(self, index: int) -> Any:
-        numbers = np.random.default_rng((index, self.rank)).normal(size=(self.rows, 5)).astype(np.float32)
-        return numbers * np.float32(self.fault)
-
-    def save(self):
-        return copy.deepcopy(self.state())
 
 
 class OfNumpy(PageTrainer):
@@ -114,10 +86,6 @@ class OfMpiScaler(OfNumpyFirst):
     def batch(self, index: int):
         numbers = PageTrainer.batch(self, index).astype(np.float16)
         self.names["inputs"], self.names["targets"] = numbers[:, :4], numbers[:, 4]
-
-
-def set_scale(scaler: Any, scale: float):
-    scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
 
 
 class OfJax(PageTrainer):

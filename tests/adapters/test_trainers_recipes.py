@@ -12,7 +12,7 @@ from axes_torch import GradScaler, torch
 from recipe_blocks import FRONT_PAGE, GUARD_PAGE, INTEROP, TORCH_PAGE
 from recipe_optimizers import SAM, OptimizersContainer
 from scenarios import rank_and_size
-from waiting_trainers import RecipeTrainer
+from waiting_trainers import RecipeTrainer, set_scale
 from worlds import GlooWorld, each
 
 from gradscale.testing import check_trainer
@@ -48,10 +48,6 @@ def made(page, name: str, init_scale: float = 2.0**10, batches=BATCHES, **others
     # The recipe's own scaler begins with one at which float16 overflows.
     set_scale(trainer.names["scaler"], init_scale)
     return trainer
-
-
-def set_scale(scaler, scale: float):
-    scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
 
 
 PLAIN = [

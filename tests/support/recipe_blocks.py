@@ -13,24 +13,17 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-__all__ = [
-    "FRONT_PAGE",
-    "GUARD_PAGE",
-    "INTEROP",
-    "JAX_PAGE",
-    "TORCH_PAGE",
-    "blocks_on",
-    "names_given",
-    "run_on",
-    "run_on_names",
-]
+__all__ = ["CUPY_PAGE", "FRONT_PAGE", "GUARD_PAGE", "INTEROP", "JAX_PAGE", "MLX_PAGE", "NUMPY_PAGE", "TORCH_PAGE"]
+__all__ += ["blocks_on", "names_given", "run_on", "run_on_names"]
 
 _BACKENDS = Path(__file__).parents[2] / "backends"
 FRONT_PAGE = _BACKENDS.parent / "README.md"
 TORCH_PAGE = _BACKENDS / "gradscale_torch" / "RECIPES.md"
 INTEROP = _BACKENDS.parent / "gradscale" / "interop"
 GUARD_PAGE = _BACKENDS.parent / "gradscale" / "GUARD.md"
-JAX_PAGE = _BACKENDS / "gradscale_jax" / "README.md"
+CUPY_PAGE, JAX_PAGE, MLX_PAGE, NUMPY_PAGE = (
+    _BACKENDS / f"gradscale_{name}" / "README.md" for name in ("cupy", "jax", "mlx", "numpy")
+)
 
 
 def blocks_on(page: Path) -> dict[str, str]:

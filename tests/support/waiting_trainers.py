@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recipe_blocks import run_on_names
+from recipe_blocks import GUARD_PAGE, run_on_names
 
 from gradscale.testing import check_trainer
 
@@ -33,13 +33,14 @@ class LoopEnd(BaseException):
 class WaitingTrainer:
     """Runs a loop in a thread, which asks :meth:`steps` for the number of each step."""
 
-    running: WaitingTrainer | None = None
+    # The last one of its class, of which each rank of a process needs its own.
+    running: Any = None
 
     def begin(self, loop: Callable[..., Any], *args: Any):
         """Run a loop up to its first step, and end the one before."""
-        if WaitingTrainer.running is not None:
-            WaitingTrainer.running.asked.put(None)
-        WaitingTrainer.running = self
+        if type(self).running is not None:
+            type(self).running.asked.put(None)
+        type(self).running = self
         self.fault: Any = 1.0
         self.asked, self.answers = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
         threading.Thread(target=self.run, args=(loop, *args), daemon=True).start()
@@ -72,6 +73,36 @@ class WaitingTrainer:
         self.fault = fault
         self.asked.put(index)
         self.wait()
+
+
+class PageTrainer(WaitingTrainer):
+    """Runs a block of a page, and gives its loop batches whose numbers are times ``fault``."""
+
+    page = GUARD_PAGE
+    block: str
+    rows = 16
+    rank = 0
+
+    def __init__(self) -> None:
+        batches = (self.batch(index) for index in self.steps())
+        self.names = dict.fromkeys(("batches", "loader"), batches) | self.others()
+        self.begin(run_on_names, self.page, self.block, self.names)
+
+    def others(self) -> dict[str, Any]:
+        """Return the names that the block takes for granted, but its batches."""
+        return {}
+
+    def batch(self, index: int) -> Any:
+        numbers = np.random.default_rng((index, self.rank)).normal(size=(self.rows, 5)).astype(np.float32)
+        return numbers * np.float32(self.fault)
+
+    def save(self):
+        return copy.deepcopy(self.state())
+
+
+def set_scale(scaler: Any, scale: float):
+    """Let a scaler go on with another scale."""
+    scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
 
 
 class MicroBatches:
