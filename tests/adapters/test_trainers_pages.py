@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 from axes import require
-from recipe_blocks import INTEROP, JAX_PAGE, MLX_PAGE, NUMPY_PAGE
+from recipe_blocks import GUARD_PAGE, INTEROP, JAX_PAGE, MLX_PAGE, NUMPY_PAGE
 from scenarios import rank_and_size
 from waiting_trainers import PageTrainer, set_scale
 from worlds import MPIWorld, each
@@ -49,6 +50,26 @@ class OfNumpyFirst(PageTrainer):
     def load(self, saved: Any):
         self.names["sgd"].weights = saved["weights"]
         self.names["scaler"].load_state_dict(saved["scaler"])
+
+
+class OfFunctions(PageTrainer):
+    """The loop of pure functions, whose gradients are made of its weights, and are times ``fault``."""
+
+    page, block = GUARD_PAGE.with_name("README.md"), "functional"
+
+    def __init__(self, init_scale: float = 2.0**10):
+        super().__init__()
+        self.names["state"] = self.names["state"]._replace(scale=np.float32(init_scale))
+        self.names["np"] = types.SimpleNamespace(float16=self.half, float32=np.float32)
+
+    def half(self, grads: Any):
+        return np.float16(grads * np.float32(self.fault))
+
+    def state(self):
+        return {"params": self.names["params"], "scaler": self.names["state"]}
+
+    def load(self, saved: Any):
+        self.names.update(params=saved["params"], state=saved["scaler"])
 
 
 class OfMpi(PageTrainer):
@@ -328,6 +349,7 @@ def skips(make: type[PageTrainer]) -> int:
 def test_the_loops_of_numpy_have_no_fault():
     assert check_trainer(OfNumpy).faults == []
     assert check_trainer(OfNumpyFirst).faults == []
+    assert check_trainer(OfFunctions).faults == []
     assert skips(OfNumpy) == 1
 
 

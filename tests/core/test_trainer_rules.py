@@ -241,6 +241,21 @@ class Case(NamedTuple):
     words: str
 
 
+class DrawsInEachStep(Loop):
+    """As a dropout does, and a checkpoint has it."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.generator = np.random.default_rng(0)
+
+    def train(self, index: int, faults: Any):
+        super().train(index, faults)
+        self.generator.random()
+
+    def state(self):
+        return super().state() | {"rng": self.generator.bit_generator.state}
+
+
 ONE = [
     Case(StepsAlways, "mlx-lm #1658: one bad batch loses the whole run", 1, "weights", "the step was not skipped"),
     Case(MomentsOfBadSteps, "DeepSpeed #8035: one element makes the moments NaN", 1, "optimizer.momentum", "momentum"),
@@ -253,6 +268,7 @@ ONE = [
     Case(GivesUp, "optax apply_if_finite, which accepts the NaN when it gives up", 1, "weights", "not skipped"),
     Case(RaisesOnBadSteps, "torchtitan #916", 1, "", "FloatingPointError: the norm is not finite"),
     Case(RaisesAfterSkips, "LVSM #19, espnet #2362", 1, "", "unscale_() has already been called"),
+    Case(DrawsInEachStep, "of a strange loop", 1, "rng.state.state", "random numbers that the bad step has drawn"),
     Case(UnscalesTwice, "accelerate #113, Relax #44", 2, "weights", "gradients divided twice"),
     Case(NeverUnscales, "Applio #860, ColossalAI #1218", 2, "weights", "or never"),
     Case(ClipsBeforeUnscaling, "accelerate #641, determined #699", 2, "weights", "clipping before unscaling"),

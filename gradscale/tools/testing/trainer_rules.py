@@ -23,6 +23,7 @@ _CAUSES = {
     r"running_|num_batches|buffer": "buffers that the forward pass of the bad batch has written?",
     r"optim|moment|exp_avg|\bmu\b|\bnu\b": "momentum of a step that was not skipped?",
     r"grad": "gradients that a skipped step does not zero?",
+    r"\brng|random|generator$": "random numbers that the bad step has drawn?",
 }
 
 _Difference: TypeAlias = tuple[int, int, list[Any], int]
