@@ -176,15 +176,17 @@ def timeout(value: object) -> float:
 def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale")) -> Policy:
     """Return a policy; InvalidTypeError if it lacks a member, or is a class. All but ``init_scale`` are methods."""
     with reading("policy"):
-        is_complete = all(
-            callable(getattr(value, name, None)) or (name == "init_scale" and hasattr(value, name)) for name in members
-        )
-    if isinstance(value, type) or not is_complete:
+        missing = [
+            x for x in members if not hasattr(value, x) or not (callable(getattr(value, x)) or x == "init_scale")
+        ]
+    if isinstance(value, type) or missing:
         msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {short_repr(value)}"
         if isinstance(value, str):
             msg += f": write gradscale.presets.named({short_repr(value)})"
-        elif is_complete or isinstance(value, FunctionType):
+        elif not missing or isinstance(value, FunctionType):
             msg += f": call it, {value.__name__}()" if value.__name__.isidentifier() else ": call it"
+        else:
+            msg += f", which has no {', '.join(missing)}"
         raise InvalidTypeError(msg)
     checked: Policy = value
     return checked

@@ -142,6 +142,13 @@ def test_the_largest_with_finite_product_is_the_largest(factor: float):
         assert not np.isfinite(above) or not np.isfinite(np.float32(np.float64(above) * factor))
 
 
+class Half:
+    """A policy of a user's, with some of its members."""
+
+    init_scale, clamp = 4.0, 1.0
+    init = update = at_min_scale = len
+
+
 def test_a_name_that_is_no_option_and_a_class_or_a_name_in_place_of_a_policy_are_errors():
     sharded = functools.partial(ShardedGradScaler, group=None)
     settings = r"write policy=gradscale\.DynamicScale\(init_scale=4\.0, min_scale=2\)$"
@@ -160,6 +167,7 @@ def test_a_name_that_is_no_option_and_a_class_or_a_name_in_place_of_a_policy_are
         (GradScaler, (), {"policy": DynamicScale}, r"policy must be an instance of .*: call it, DynamicScale\(\)$"),
         (GradScaler, (), {"policy": gradscale.presets.fairseq}, r"policy must .*: call it, fairseq\(\)$"),
         (GradScaler, (), {"policy": "megatron"}, r"got 'megatron': write gradscale\.presets\.named\('megatron'\)$"),
+        (GradScaler, (), {"policy": Half()}, r"policy must .*, which has no backoff, clamp$"),
         (GradScaler().unscale_, (Tree([]), 1.0), {}, r"unscale_\(\) takes .* by name, such as max_norm=, got \(1\.0,"),
     ):
         with pytest.raises(InvalidTypeError, match=said):
