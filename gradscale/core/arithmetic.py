@@ -188,18 +188,22 @@ def unscale_arrays(
     return unscaled, as_0d_array(state_xp, nonfinite)
 
 
+def real_parts(x: Array) -> Sequence[Array]:
+    """Return the real and the imaginary part of a complex array, and another one as it is."""
+    xp = array_namespace(x)
+    return (xp.real(x), xp.imag(x)) if kind_of(x) is Kind.COMPLEX else (x,)
+
+
 def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
     """Return the sum of the squares of all elements on the device of ``like``, in float64 if it has that."""
     xp, where = array_namespace(like), device(like)
     total = xp.zeros((), dtype=_widest(xp, where), **device_kwargs(where))
-    for x in arrays:
-        parts = (xp.real(x), xp.imag(x)) if kind_of(x) is Kind.COMPLEX else (x,)
-        for part in parts:
-            wide = xp.astype(part, _widest(xp, device(x)))
-            # In a dtype that both devices have.
-            square = xp.astype(xp.sum(wide * wide), wide.dtype if wide.dtype == xp.float32 else total.dtype)
-            square = square if device(x) == where else to_device(square, where)
-            total = as_0d_array(xp, total + xp.astype(square, total.dtype))
+    for x in [part for each in arrays for part in real_parts(each)]:
+        wide = xp.astype(x, _widest(xp, device(x)))
+        # In a dtype that both devices have.
+        square = xp.astype(xp.sum(wide * wide), wide.dtype if wide.dtype == xp.float32 else total.dtype)
+        square = square if device(x) == where else to_device(square, where)
+        total = as_0d_array(xp, total + xp.astype(square, total.dtype))
     return total
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace, to_device
 
-from gradscale.core.arithmetic import Kind, device, device_kwargs, kind_of, significand_and_exponent, widened
+from gradscale.core.arithmetic import device, device_kwargs, real_parts, significand_and_exponent, widened
 from gradscale.core.protocols import Array, Namespace
 from gradscale.core.validation import bits_of_float32
 
@@ -154,7 +154,7 @@ def _number(exponent: int, high: int, low: int) -> float:
 def _words(x: Array, bits: _Bits | None) -> Array:
     xp = array_namespace(x)
     wide = widened(x)
-    parts = [xp.real(wide), xp.imag(wide)] if kind_of(x) is Kind.COMPLEX else [wide]
+    parts = real_parts(wide)
     layout = layout_of(parts[0].dtype)
     is_narrow = wide.dtype != x.dtype
     tiny, infinity = smallest_normal(x.dtype if is_narrow else parts[0].dtype, xp), math.inf

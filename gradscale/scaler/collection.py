@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-from gradscale.core.arithmetic import Kind, is_floating, kind_of, widened
+from gradscale.core.arithmetic import is_floating, real_parts, widened
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import UNSCALING, Collected, Request, UserNorm, named_gradients
 from gradscale.core.protocols import Array, Collectives, Optimizer
@@ -136,13 +136,8 @@ def _checksum(current: CurrentScale, optimizer: Optimizer) -> int:
 
 def _real_parts(backend: Backend, gradient: Array) -> list[Array]:
     """Return the real arrays that tell a gradient from others: its values, and where a sparse one has them."""
-    parts: list[Array] = []
-    for x in (backend.values_of(gradient), backend.places_of(gradient)):
-        if x is not None and kind_of(x) is Kind.COMPLEX:
-            parts += [array_namespace(x).real(x), array_namespace(x).imag(x)]
-        elif x is not None and is_floating(x):
-            parts.append(widened(x) if backend.bits(x) is None else x)
-    return parts
+    arrays = [x for x in (backend.values_of(gradient), backend.places_of(gradient)) if x is not None and is_floating(x)]
+    return [widened(x) if backend.bits(x) is None else x for each in arrays for x in real_parts(each)]
 
 
 def example(parts: Collaborators, optimizer: Optimizer) -> Array | None:
