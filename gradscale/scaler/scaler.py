@@ -499,7 +499,7 @@ class GradScaler:
         wrong = ""
         if hasattr(schedule, "param_groups"):
             wrong = f"has param_groups, so it is an optimizer, got {type(schedule).__name__}"
-        elif not callable(getattr(schedule, "step", None)):
+        elif isinstance(schedule, type) or not callable(getattr(schedule, "step", None)):
             wrong = f"must be a learning-rate schedule with step(), got {short_repr(schedule)}"
         if wrong:
             msg = f"schedule {wrong}: call step_schedule(optimizer, schedule)"
@@ -843,10 +843,9 @@ class GradScaler:
         texts = [streak.sentence(type(stalled[0]).__name__ if stalled else "an optimizer")]
         if "overflow" in streak.reasons:
             texts += [self._diagnosis.of_stall(optimizer, ended, streak.ranks) for optimizer in stalled]
-        if "spike" in streak.reasons and guard is not None:
-            texts.append(
-                f"All is judged by skip={short_repr(guard.rule)}, which may be too strict for what is usual here"
-            )
+        if "spike" in streak.reasons:
+            rule = "" if guard is None else f"All is judged by skip={short_repr(guard.rule)}, which may be too strict. "
+            texts.append(f"{rule}A loss that step() is given is a spike, too, if it is not finite")
         raise_or_warn(texts, gives_up=gives_up)
 
 

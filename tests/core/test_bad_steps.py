@@ -403,3 +403,14 @@ def test_no_healthy_run_is_taken_for_a_stalled_one(runs: int):
             iterate_plainly(scaler, optimizer, np.inf if scaler.get_scale() > 2.0**limit else 1.0)
         counts = scaler.counts()
         assert counts["taken"] + counts["overflow"] == 120
+
+
+@pytest.mark.parametrize("skip", [None, gradscale.SkipSpikes(of="loss")], ids=["no rule", "a rule"])
+def test_a_run_whose_every_loss_is_nan_is_told_that_such_a_loss_is_a_spike(skip: gradscale.SkipSpikes | None):
+    guard, optimizer = gradscale.StepGuard(skip=skip, warn_after=2), Tree([np.float32([1.0])])
+    guard.step(optimizer, loss=math.nan)
+    with pytest.warns(gradscale.TrainingStalledWarning) as caught:
+        guard.step(optimizer, loss=math.nan)
+    (said,) = [str(one.message) for one in caught]
+    assert ("which may be too strict" in said) == (skip is not None)
+    assert said.endswith(". A loss that step() is given is a spike, too, if it is not finite")

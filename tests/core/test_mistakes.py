@@ -346,6 +346,14 @@ def test_what_comes_after_a_step_says_so_before_it(kind):
             call()
 
 
+def test_the_class_of_a_schedule_is_no_schedule():
+    schedule = type("Schedule", (), {"step": lambda _: None})
+    guard, optimizer = gradscale.StepGuard(), Tree([np.float32([1.0])])
+    guard.step(optimizer)
+    with pytest.raises(gradscale.InvalidTypeError, match="must be a learning-rate schedule with step"):
+        guard.step_schedule(optimizer, schedule)
+
+
 def halves(scaler: GradScaler, dtype: object = "float16", master: object = None, *, is_grouped: bool = False) -> Any:
     """Step an optimizer by gradients of a narrow dtype."""
     scaler.scale(np.float32(1.0))
