@@ -23,6 +23,7 @@ _CASES = {
     "torch-clip": "torch_scalers:clipping",
     "torch-guards": "torch_scalers:guards",
     "torch-sharded": "torch_scalers:sharded",
+    "torch-guards-on-ranks": "torch_scalers:guards_on_ranks",
     "jax unscaling": "jax_scaling:unscaling",
     "cupy-copy": "cupy_unscaling:copies",
     "cupy-torch": "cupy_unscaling:against_torch",

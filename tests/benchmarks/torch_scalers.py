@@ -133,35 +133,78 @@ def sharded(quick: bool) -> list[Row]:
     """Time an iteration of ShardedGradScaler with 2 optimizers on 2 and 3 ranks over gloo; the slowest rank counts."""
     rows = []
     for ranks, target in ((2, 1.0), (3, 1.25)):
-        with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(ranks) as pool:
-            tasks = [(folder, 51 if quick else 401, ranks, rank) for rank in range(ranks)]
-            times = pool.starmap_async(_time_rank, tasks, chunksize=1).get(_WORKER_LIMIT)
-        ours, peer = (max(taken[name] for taken in times) for name in ("ours", "peer"))
+        times = _on_ranks(ranks, _time_sharded, 51 if quick else 401)
         case = f"torch ShardedGradScaler iteration, {ranks} ranks gloo, 2 optimizers / torch's"
-        rows.append(Row(case, ours, peer, target))
+        rows.append(Row(case, times["ours"], times["peer"], target))
     return rows
 
 
-def _time_rank(folder: str, rounds: int, ranks: int, rank: int) -> dict[str, float]:
+def guards_on_ranks(quick: bool) -> list[Row]:
+    """Time a guard that clips against what people write by hand, on 2 ranks over gloo; the slowest rank counts."""
+    rows = []
+    for count, size, rounds in ((1, 10, 2001), (300, 1000, 401)):
+        for max_norm, word in ((1e9, "below"), (1.0, "above")):
+            times = _on_ranks(2, _time_guard, rounds // (5 if quick else 1), (count, size), max_norm)
+            case = f"torch StepGuard(max_norm=) iteration, 2 ranks gloo, {count} gradients of {size} elements {word} it"
+            rows.append(Row(f"{case} / by hand", times["ours"], times["peer"], None))
+    return rows
+
+
+def _on_ranks(ranks: int, measure: Callable[..., dict[str, float]], *options: Any) -> dict[str, float]:
+    """Return what some ranks over gloo measure, of each time the slowest rank's."""
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(ranks) as pool:
+        tasks = [(measure, f"file://{folder}/store", ranks, rank, *options) for rank in range(ranks)]
+        times = pool.starmap_async(_on_rank, tasks, chunksize=1).get(_WORKER_LIMIT)
+    return {name: max(taken[name] for taken in times) for name in times[0]}
+
+
+def _on_rank(
+    measure: Callable[..., dict[str, float]], address: str, ranks: int, rank: int, *options: Any
+) -> dict[str, float]:
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+    times = measure(*options)
+    dist.destroy_process_group()
+    return times
+
+
+def _together(run: Callable[[], object]) -> float:
+    """Return the seconds that a call takes the host, when all ranks begin at once."""
+    dist.barrier()
+    return by_the_clock(run)
+
+
+def _time_sharded(rounds: int) -> dict[str, float]:
     """Time both scalers in turn on one rank, and return the medians."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     optimizers = [idle(_SMALL) for _ in range(2)]
-    loss = torch.ones(())
 
     def iterate(scaler):
-        scaler.scale(loss)
+        scaler.scale(_LOSS)
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
 
-    def timed(run: Callable[[], object]) -> float:
-        dist.barrier()
-        return by_the_clock(run)
-
     scalers = _scalers(gradscale_torch.ShardedGradScaler, ShardedGradScaler)
-    times = interleaved({name: partial(iterate, scaler) for name, scaler in scalers.items()}, rounds, timed)
-    dist.destroy_process_group()
-    return times
+    return interleaved({name: partial(iterate, scaler) for name, scaler in scalers.items()}, rounds, _together)
+
+
+def _time_guard(rounds: int, shape: tuple[int, int], max_norm: float) -> dict[str, float]:
+    """Time a guard, and the loop by hand, in turn on one rank, each with the same gradients in every round."""
+    optimizer = idle(shape)
+    parameters = optimizer.param_groups[0]["params"]
+    gradients = [parameter.grad for parameter in parameters]
+    saved = [gradient.clone() for gradient in gradients]
+    guard = gradscale_torch.StepGuard(max_norm=max_norm, group=dist.group.WORLD)
+
+    def by_hand():
+        is_bad = torch.nn.utils.clip_grad_norm_(parameters, max_norm).isfinite().logical_not().int()
+        dist.all_reduce(is_bad, dist.ReduceOp.MAX)
+        if not is_bad.item():
+            optimizer.step()
+
+    restore = partial(torch._foreach_copy_, gradients, saved)
+    return interleaved(
+        {"ours": (partial(_guarded, guard, optimizer), restore), "peer": (by_hand, restore)}, rounds, _together
+    )
 
 
 def _readable(*shapes: tuple[int, int]) -> str:
