@@ -12,7 +12,8 @@ from gradscale import Backend, DynamicScale, ScaleState
 from gradscale.core import arithmetic, tree
 from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
 from gradscale.core.backend import HostRead, require_values
-from gradscale.core.gradients import Collected, ParameterCache, Request
+from gradscale.core.gradients import Collected, Request
+from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32, wrong_value
@@ -171,6 +172,7 @@ class ScalerBackend(TorchBackend):
 
     def __init__(self, settings: gradients.Settings) -> None:
         self._settings, self._device, self.is_replayed = settings, settings.device, False
+        self.parameters: gradients.ParameterCache = IdentityMap()
         # A policy, and a tracker that is below its interval.
         self._fitting: tuple[Policy | None, Tensor | None] = None, None
         # torch's ShardedGradScaler multiplies by factors that are rounded to float32.
@@ -264,29 +266,31 @@ class ScalerBackend(TorchBackend):
             return map(mapped, outputs)
         raise wrong_value(outputs, "outputs", "a Tensor or an iterable of Tensors")
 
-    def collect(self, optimizer: Any, cache: ParameterCache, request: Request) -> Collected:
+    def collect(self, optimizer: Any, request: Request) -> Collected:
         """Return an optimizer's gradients."""
-        return gradients.TensorGradients(self._settings, optimizer, cache, request, is_replayed=self.is_replayed)
+        cache, is_replayed = self.parameters, self.is_replayed
+        return gradients.TensorGradients(self._settings, optimizer, cache, request, is_replayed=is_replayed)
 
     def reads_verdict(self, optimizer: Optimizer) -> bool:
         """Tell whether the host reads the verdict in each step: not of a fused optimizer."""
         return not getattr(optimizer, "_step_supports_amp_scaling", False)
 
-    def was_left_scaled(self, optimizer: object, cache: ParameterCache) -> bool:
+    def was_left_scaled(self, optimizer: object) -> bool:
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
-        parameters = cache.get(id(optimizer))
-        return isinstance(parameters, gradients.Parameters) and parameters.left_scaled
+        parameters = self.parameters.get(id(optimizer))
+        return parameters is not None and parameters.left_scaled
 
-    def groups_of(self, optimizer: Any, cache: ParameterCache) -> Sequence[Collectives]:
+    def groups_of(self, optimizer: Any) -> Sequence[Collectives]:
         """Return the meshes of an optimizer's DTensor parameters."""
-        return gradients.groups_over(gradients.meshes_without_gradients(optimizer, cache), self._settings.timeout)
+        meshes = gradients.meshes_without_gradients(optimizer, self.parameters)
+        return gradients.groups_over(meshes, self._settings.timeout)
 
-    def norm_groups(self, optimizer: Any, cache: ParameterCache) -> Sequence[Collectives]:
+    def norm_groups(self, optimizer: Any) -> Sequence[Collectives]:
         """Return the mesh over which the norm of DTensor gradients is summed up."""
-        return gradients.groups_over(gradients.require_norm(optimizer, cache), self._settings.timeout)
+        return gradients.groups_over(gradients.require_norm(optimizer, self.parameters), self._settings.timeout)
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"is_replayed": False, "_fitting": (None, None)}
+        return self.__dict__ | {"is_replayed": False, "parameters": IdentityMap(), "_fitting": (None, None)}
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,7 +18,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import aliasing, gradients
 from gradscale.core.arithmetic import clip_numbers
-from gradscale.core.gradients import Findings, ParameterCache, Request, ScaleView
+from gradscale.core.gradients import Findings, Request, ScaleView
+from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import bits_of_float32, float32_from_bits
 from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError, reading, short_repr
@@ -79,6 +80,10 @@ class Parameters:
             if type(params) is not list or len(params) != len(before) or not all(map(operator.is_, params, before)):
                 return False
         return True
+
+
+ParameterCache: TypeAlias = IdentityMap[Parameters]
+"""The parameters of optimizers, kept from call to call."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -313,7 +318,7 @@ def require_norm(optimizer: Optimizer, cache: ParameterCache) -> tuple[DeviceMes
 
 def _parameters_of(optimizer: Optimizer, cache: ParameterCache) -> Parameters:
     """Return an optimizer's parameters, from the cache if they are the same."""
-    cached: Parameters | None = cache.get(id(optimizer))
+    cached = cache.get(id(optimizer))
     if cached is not None and cached.are_those_of(optimizer):
         return cached
     if not hasattr(optimizer, "param_groups"):
@@ -349,7 +354,7 @@ def meshes_of(parameters: Iterable[object]) -> tuple[DeviceMesh, ...]:
 
 def meshes_without_gradients(optimizer: Any, cache: ParameterCache) -> tuple[DeviceMesh, ...]:
     """Return the meshes of an optimizer's parameters, also on a rank whose gradients raise an error."""
-    cached: Parameters | None = cache.get(id(optimizer))
+    cached = cache.get(id(optimizer))
     with reading("an optimizer"):
         if cached is not None and cached.are_those_of(optimizer):
             return cached.meshes

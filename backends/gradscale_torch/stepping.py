@@ -162,7 +162,8 @@ def _grad_scaler_step(step: Step) -> Iterator[None]:
 
 def _note_left_scaled(step: Step) -> None:
     """Record that the optimizer has unscaled by itself, if so, until its gradients are unscaled by the scaler."""
-    parameters = step.iteration.parts.cache.get(id(step.optimizer))
+    adapter: Any = step.iteration.current.adapter
+    parameters = adapter.parameters.get(id(step.optimizer))
     pending = step.progress.pending
     if parameters is not None and pending is not None and pending.findings.is_scaled:
         parameters.left_scaled = True

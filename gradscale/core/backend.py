@@ -10,7 +10,7 @@ from array_api_compat import array_namespace, to_device
 
 from gradscale.core import arithmetic, summaries, tree
 from gradscale.core.arithmetic import device, device_kwargs
-from gradscale.core.gradients import Collected, Gradients, ParameterCache, Request
+from gradscale.core.gradients import Collected, Gradients, Request
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, Policy, ScaleState
 from gradscale.core.snapshot import ArraySnapshot, Snapshot
 from gradscale.core.tree import first_floating, floating_leaves, require_arrays
@@ -256,21 +256,21 @@ class Backend:
         by_identity = {id(old): new for old, new in zip(chosen, multiply(chosen), strict=True)}
         return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)
 
-    # Returns an optimizer's gradients; nothing is modified. ``ParameterCache`` keeps the parameters of optimizers.
-    collect: Callable[[Any, ParameterCache, Request], Collected] = Gradients
+    # Returns an optimizer's gradients; nothing is modified.
+    collect: Callable[[Any, Request], Collected] = Gradients
 
     # Returns copies of the arrays, or modules, of the library that the option ``hold`` names.
     snapshot: Callable[[Sequence[Any]], Snapshot] = ArraySnapshot
 
-    def was_left_scaled(self, optimizer: object, cache: ParameterCache) -> bool:  # noqa: ARG002
+    def was_left_scaled(self, optimizer: object) -> bool:  # noqa: ARG002
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
         return False
 
-    def groups_of(self, optimizer: Optimizer, cache: ParameterCache) -> Sequence[Collectives]:  # noqa: ARG002
+    def groups_of(self, optimizer: Optimizer) -> Sequence[Collectives]:  # noqa: ARG002
         """Return the groups that an optimizer's parameters themselves are spread over."""
         return ()
 
-    def norm_groups(self, optimizer: Optimizer, cache: ParameterCache) -> Sequence[Collectives]:  # noqa: ARG002
+    def norm_groups(self, optimizer: Optimizer) -> Sequence[Collectives]:  # noqa: ARG002
         """Return the groups that an optimizer's gradients themselves say their norm is taken over."""
         return ()
 

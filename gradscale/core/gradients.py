@@ -23,7 +23,6 @@ from gradscale.core.arithmetic import (
     is_floating,
     nonfinite_flag,
 )
-from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import (
     Array,
     Collectives,
@@ -45,9 +44,6 @@ _dtype = operator.attrgetter("dtype")
 _reading = reading("an optimizer")
 
 _INFINITY_BITS = 0x7F800000
-
-ParameterCache: TypeAlias = IdentityMap[Any]
-"""The parameters of optimizers as a framework lists them, kept from call to call."""
 
 
 class ScaleView(Protocol):
@@ -160,7 +156,7 @@ class Gradients:
     groups: Sequence[Collectives] = ()
     __slots__ = ("_assign", "_leaves", "_master_dtype", "_request", "_what", "is_touched")
 
-    def __init__(self, optimizer: Optimizer, cache: ParameterCache, request: Request) -> None:  # noqa: ARG002
+    def __init__(self, optimizer: Optimizer, request: Request) -> None:
         with _reading:
             if hasattr(optimizer, "param_groups"):
                 self._leaves, self._assign = _from_param_groups(cast("OptimizerWithGroups", optimizer))

@@ -44,9 +44,9 @@ class IdentityMap(dict[int, _Value]):
         self._objects.pop(identity, None)
 
 
-def take_position(positions: IdentityMap[int], key: object) -> int:
+def assign_position(positions: IdentityMap[int], key: object) -> int:
     """Give a new object the first position in a list that no object alive has, and return it."""
-    taken = positions.values()
-    position = next(index for index in range(len(taken) + 1) if index not in taken)
+    used = positions.values()
+    position = next(index for index in range(len(used) + 1) if index not in used)
     positions.set(key, position)
     return position

@@ -9,7 +9,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace
 
@@ -35,6 +35,8 @@ from gradscale.waiting import call_within
 OF_ALL_RANKS = BackendError, CollectiveTimeoutError, ScaleDesyncError
 """The errors that end an agreement: what ranks differ in, on all of them, and what one has waited for in vain."""
 
+_Queue: TypeAlias = "list[Ballot]"
+
 # Seconds in which the other ranks answer a rank that sends its claim.
 _PATIENCE = 5.0
 
@@ -50,7 +52,7 @@ class _Common:
     """Whether the ranks have compared their versions."""
 
     def __init__(self) -> None:
-        self.queue: list[Ballot] = []
+        self.queue: _Queue = []
         """The messages that have still to start over the group, in the order in which they were sent."""
 
 
@@ -346,12 +348,7 @@ class Ballot:
     """What was sent, as numbers, which the host that has them need not read."""
 
     def __init__(
-        self,
-        agreement: Agreement,
-        groups: Sequence[Collectives],
-        queues: Sequence[list[Ballot]],
-        sent: Array,
-        claim: Claim,
+        self, agreement: Agreement, groups: Sequence[Collectives], queues: Sequence[_Queue], sent: Array, claim: Claim
     ) -> None:
         self.agreement, self._groups, self._queues = agreement, groups, queues
         self.sent, self._number, self._claims = sent, claim.iteration, [claim]

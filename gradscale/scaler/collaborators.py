@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradscale.core.gradients import ParameterCache
 from gradscale.core.snapshot import Snapshot
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.guard import Guard
@@ -22,8 +21,7 @@ class Collaborators(NamedTuple):
     current: CurrentScale
     agreement: Agreement
     reports: Reports
-    cache: ParameterCache
-    """The parameters of optimizers, kept from call to call."""
+
     mistakes: Mistakes
     """Warns of loops that are probably wrong."""
     tally: Tally

@@ -42,8 +42,8 @@ class Collection(NamedTuple):
 
 def clipping_request(messages: Messages, optimizer: Optimizer, clipping: Clipping) -> Request:
     """Return the options of clipping; InvalidValueError for gradients without a norm, before any is modified."""
-    current, agreement, cache = messages.parts.current, messages.parts.agreement, messages.parts.cache
-    groups = current.adapter.norm_groups(optimizer, cache)
+    current, agreement = messages.parts.current, messages.parts.agreement
+    groups = current.adapter.norm_groups(optimizer)
     if not groups and clipping.norm_over == "group":
         groups = agreement.usable_groups()
     if not groups:
@@ -81,7 +81,7 @@ def collect(
         if request is None:
             request = _request_of_step(messages, optimizer, divides=divides, has_groups=len(groups) > 0)
         if norm is None:
-            gradients = parts.current.adapter.collect(optimizer, parts.cache, request)
+            gradients = parts.current.adapter.collect(optimizer, request)
         else:
             gradients = _norm_alone(parts, optimizer, value_of(norm), divides=request.divides)
         checksum = _comparison(parts, optimizer, groups, gradients) if has_dropped else ""
@@ -105,7 +105,7 @@ def _request_of_step(messages: Messages, optimizer: Optimizer, *, divides: bool,
 def _norm_alone(parts: Collaborators, optimizer: Optimizer, norm: Array | float, *, divides: bool) -> UserNorm:
     """Return a norm that stands for gradients that are not looked at."""
     adapter = parts.current.adapter
-    groups = adapter.groups_of(optimizer, parts.cache)
+    groups = adapter.groups_of(optimizer)
     is_read = parts.agreement.is_alone and not groups and divides and adapter.reads_verdict(optimizer)
     return UserNorm(norm, lambda: example(parts, optimizer), groups, is_read=is_read)
 
@@ -142,4 +142,4 @@ def _real_parts(backend: Backend, gradient: Array) -> list[Array]:
 
 def example(parts: Collaborators, optimizer: Optimizer) -> Array | None:
     """Return one of an optimizer's gradients, beside which a state can be; None without any."""
-    return parts.current.adapter.collect(optimizer, parts.cache, UNSCALING).like
+    return parts.current.adapter.collect(optimizer, UNSCALING).like

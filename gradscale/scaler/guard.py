@@ -13,7 +13,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, as_0d_array, device, device_kwargs, kind_of, narrowed, nonfinite_flag
-from gradscale.core.identity import IdentityMap, take_position
+from gradscale.core.identity import IdentityMap, assign_position
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.errors import InvalidTypeError, short_repr, warn_caller
 from gradscale.policies.spikes import SkipSpikes, SpikeState, Window, empty_windows, judge_number, learn_number
@@ -182,7 +182,7 @@ class Guard:
             if 0 < len(self._windows) == len(self._positions):
                 # One that is in a reference cycle is there until it is collected, on some ranks sooner than on others.
                 gc.collect()
-            position = take_position(self._positions, optimizer)
+            position = assign_position(self._positions, optimizer)
         if position == len(self._windows):
             self._windows.append(self._saved[position] if position < len(self._saved) else self._trimmed({}))
         return position

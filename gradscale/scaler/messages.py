@@ -19,7 +19,8 @@ from gradscale.scaler.verdict import PendingVerdict
 class Messages:
     """The messages of one iteration, in the order in which they are sent.
 
-    ``steps`` were made in the iterations before. ``sent`` are over groups, with an answer that may still be to read.
+    ``steps`` counts those of all optimizers in the iterations before. ``sent`` are over groups, with an answer that may
+    still be to read.
     """
 
     _number = 0
@@ -31,7 +32,7 @@ class Messages:
     def groups_for(self, optimizer: Optimizer) -> Sequence[Collectives]:
         """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
         parts = self.parts
-        groups = parts.agreement.usable_groups() or parts.current.adapter.groups_of(optimizer, parts.cache)
+        groups = parts.agreement.usable_groups() or parts.current.adapter.groups_of(optimizer)
         for collectives in groups:
             # The default group is looked up when it is first needed.
             resolve: Callable[[], object] | None = getattr(collectives, "resolve", None)
@@ -116,7 +117,7 @@ class Messages:
 
             def like() -> Array | None:
                 with contextlib.suppress(Exception):
-                    return current.adapter.collect(optimizer, self.parts.cache, UNSCALING).like
+                    return current.adapter.collect(optimizer, UNSCALING).like
                 return None
 
             scale = self._scaling.in_force(like).scale

@@ -13,7 +13,6 @@ from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import UNSCALING, Request
-from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Group, Namespace, Optimizer
 from gradscale.core.snapshot import Snapshot
 from gradscale.errors import (
@@ -80,9 +79,7 @@ def collaborators_of(
     clipping = checked_clipping(options["max_norm"], options["norm_over"])
     agreement = Agreement(groups, {**common, **clipping._asdict()}, own_rank)
     snapshots = _snapshots_of(options["hold"])
-    return Collaborators(
-        current, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard, clipping, snapshots
-    )
+    return Collaborators(current, agreement, reports, Mistakes(), Tally(options), guard, clipping, snapshots)
 
 
 def _snapshots_of(hold: object) -> list[Snapshot]:
@@ -727,7 +724,7 @@ class GradScaler:
         is_kept = (iteration.scaling.state is None or not iteration.current.use.is_fresh) and iteration.is_at_boundary
         scaled, losses = (iteration.scaling.has_scaled, iteration.judge.losses) if is_kept else (False, Losses())
         # Each part says by itself what of it is kept.
-        parts = Collaborators._make(map(copy.copy, self._parts._replace(cache=IdentityMap(), snapshots=())))
+        parts = Collaborators._make(map(copy.copy, self._parts._replace(snapshots=())))
         if not is_kept:
             # The copy has no gradients of its own.
             parts.current.mark_unused()
@@ -800,10 +797,10 @@ class GradScaler:
                 "gradscale.StepGuard(group=...), which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
-        current, cache = self._parts.current, self._parts.cache
+        current = self._parts.current
         # It refuses gradients that have no norm.
-        current.adapter.norm_groups(optimizer, cache)
-        gradients = current.adapter.collect(optimizer, cache, Request(clipping.max_norm, are_scaled=False))
+        current.adapter.norm_groups(optimizer)
+        gradients = current.adapter.collect(optimizer, Request(clipping.max_norm, are_scaled=False))
         like = gradients.like
         if like is None:
             return None
@@ -1043,5 +1040,5 @@ class StepGuard(ShardedGradScaler):
 
 
 def iteration_of(scaler: GradScaler) -> Iteration:
-    """Return a scaler's present iteration, for what frameworks look at."""
+    """Return a scaler's present iteration, for adapters."""
     return scaler._iteration

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gradscale.core import validation
-from gradscale.core.identity import IdentityMap, take_position
+from gradscale.core.identity import IdentityMap, assign_position
 from gradscale.errors import TrainingStalledError, TrainingStalledWarning, warn_caller
 from gradscale.scaler.reports import COUNTED, REASONS, StepReport
 
@@ -138,7 +138,7 @@ class Tally:
         """Return the position of an optimizer's streak, which it takes now if it has none."""
         position = self._positions.get(id(optimizer))
         if position is None:
-            position = take_position(self._positions, optimizer)
+            position = assign_position(self._positions, optimizer)
             if position not in self._loaded:
                 self._streaks.pop(position, None)
         return position

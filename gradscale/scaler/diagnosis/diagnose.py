@@ -32,8 +32,7 @@ class Diagnosis:
 
     def __init__(self, parts: Collaborators, *, enabled: bool) -> None:
         self._current, self._agreement, self._reports = parts.current, parts.agreement, parts.reports
-        self._adapter, self._cache, self._tally = parts.current.adapter, parts.cache, parts.tally
-        self._enabled = enabled
+        self._adapter, self._tally, self._enabled = parts.current.adapter, parts.tally, enabled
         self.look = Look(parts.current)
 
     def of_overflow(self, optimizer: Optimizer, iteration: Iteration) -> OverflowReport:
@@ -133,7 +132,7 @@ class Diagnosis:
         pending = progress.pending
         if progress.stage.is_unscaled:
             return pending is not None and pending.findings.is_scaled
-        if not self._adapter.was_left_scaled(optimizer, self._cache):
+        if not self._adapter.was_left_scaled(optimizer):
             return False
         verdict = pending and pending.verdict
         return verdict.reason > 0 if verdict else self._reports.last(optimizer).skipped
@@ -162,7 +161,7 @@ class Diagnosis:
             return self._current.state.scale
         # Looking at the gradients may raise the same error as before, which diagnose raises once all ranks know.
         with contextlib.suppress(Exception):
-            like = self._adapter.collect(optimizer, self._cache, Request()).like
+            like = self._adapter.collect(optimizer, Request()).like
             if like is not None:
                 return like
         return self._agreement.example(self._current, iteration.number)
