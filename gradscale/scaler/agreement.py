@@ -9,7 +9,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
@@ -35,7 +35,6 @@ from gradscale.waiting import call_within
 OF_ALL_RANKS = BackendError, CollectiveTimeoutError, ScaleDesyncError
 """The errors that end an agreement: what ranks differ in, on all of them, and what one has waited for in vain."""
 
-_Queue: TypeAlias = "list[Ballot]"
 
 # Seconds in which the other ranks answer a rank that sends its claim.
 _PATIENCE = 5.0
@@ -52,7 +51,7 @@ class _Common:
     """Whether the ranks have compared their versions."""
 
     def __init__(self) -> None:
-        self.queue: _Queue = []
+        self.queue: list[Ballot] = []
         """The messages that have still to start over the group, in the order in which they were sent."""
 
 
@@ -303,14 +302,14 @@ class Agreement:
         ``sent`` has the hash of ``claim`` over the first group.
         """
         try:
-            queues = []
+            commons = []
             for one in groups:
                 common = self.common_of(one)
                 if not common.is_greeted:
                     self._greet(one, sent, claim.iteration)
                     common.is_greeted = True
-                queues.append(common.queue)
-            return Ballot(self, groups, queues, sent, claim)
+                commons.append(common)
+            return Ballot(self, groups, commons, sent, claim)
         except BaseException as error:
             self.lose(error, claim.iteration)
             raise
@@ -348,9 +347,9 @@ class Ballot:
     """What was sent, as numbers, which the host that has them need not read."""
 
     def __init__(
-        self, agreement: Agreement, groups: Sequence[Collectives], queues: Sequence[_Queue], sent: Array, claim: Claim
+        self, agreement: Agreement, groups: Sequence[Collectives], commons: Sequence[_Common], sent: Array, claim: Claim
     ) -> None:
-        self.agreement, self._groups, self._queues = agreement, groups, queues
+        self.agreement, self._groups, self._commons = agreement, groups, commons
         self.sent, self._number, self._claims = sent, claim.iteration, [claim]
         self._hashes: list[tuple[int, ...]] = []
         if len(groups) > 1:
@@ -361,14 +360,14 @@ class Ballot:
         # By the group, as far as they have come: what finishes the message, and the answer.
         self._begun: list[Callable[[], Array]] = []
         self._answers: list[Array] = []
-        for queue in queues:
-            queue.append(self)
+        for common in commons:
+            common.queue.append(self)
         self._start(sent)
 
     def _start(self, sent: Array) -> None:
         """Start the message over the next group, after those that were sent before it."""
         position = len(self._begun)
-        queue = self._queues[position]
+        queue = self._commons[position].queue
         for earlier in queue[: queue.index(self)]:
             earlier.agreed()
         self._begun.append(self._groups[position].start_max(sent))
@@ -417,8 +416,8 @@ class Ballot:
         own = claims.with_other_hash(None, list(sent), self._hashes[0], self._hashes[-1]) if self._hashes else sent
         outcome = claims.outcome(agreed, own)
         if outcome is not Outcome.ONE_STATE:
-            for collectives in self._groups:
-                self.agreement.common_of(collectives).differences += 1
+            for common in self._commons:
+                common.differences += 1
             self._failure = self._error(outcome, agreed, own, policy, is_late=is_late)
             raise self._failure
         return claims.verdict_of(agreed, own)
