@@ -251,12 +251,18 @@ class UserNorm:
         norm, backend = self.norm, current.state_adapter
         if not is_array_api_obj(norm):
             (scale,) = backend.peek((state.scale,)) or (None,)
-            return Findings(0 if math.isfinite(norm) else 1, norm, scale=scale)
+            return Findings(*_judged_norm(norm), scale=scale)
         norm = backend.move(norm, state.scale)
         bits = backend.bits(norm) if self.is_read else None
         if bits is not None:
             return Findings(0, deferred=NormToRead(bits))
-        return Findings(nonfinite_flag(norm, device(state.scale)), norm)
+        # The root of a number below 0 is NaN.
+        return Findings(nonfinite_flag(array_namespace(norm).sqrt(norm), device(state.scale)), norm)
+
+
+def _judged_norm(norm: float) -> tuple[int, float]:
+    """Return 1 if a norm is not finite, else 0, and the norm; DeepSpeed gives -1 for one that is not."""
+    return (1, math.inf) if norm < 0.0 else (int(not math.isfinite(norm)), norm)
 
 
 class NormToRead(NamedTuple):
@@ -267,8 +273,7 @@ class NormToRead(NamedTuple):
 
     def judge(self, words: Sequence[int], scale: float) -> tuple[int, float]:  # noqa: ARG002
         """Return 1 if it is not finite, else 0, and the norm."""
-        norm = validation.float32_from_bits(words[0])
-        return int(not math.isfinite(norm)), norm
+        return _judged_norm(validation.float32_from_bits(words[0]))
 
     def finish(self) -> None:
         """Leave the gradients to the program."""

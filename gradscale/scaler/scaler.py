@@ -318,8 +318,9 @@ class GradScaler:
             ``skip`` in its first step, if it has nothing to judge, over a group on any rank.
         norm : number or array of one element, optional
             The 2-norm of the unscaled gradients, if the program has clipped them: it is judged, and the gradients are
-            not looked at. Over a group that of the whole model, which may differ by a thousandth. A scaler needs
-            ``unscale_`` before; InvalidValueError with a closure, or beside ``max_norm``.
+            not looked at; -1 is DeepSpeed's for one that is not finite. Over a group that of the whole model, which
+            may differ by a thousandth. A scaler needs ``unscale_`` before; InvalidValueError with a closure, or beside
+            ``max_norm``.
         batch : int, str, or list of these, optional
             What the batch is called, for ``last_step(optimizer).batch`` and logs.
 

@@ -932,12 +932,15 @@ def test_a_step_that_is_given_its_values_reads_them_with_the_verdict(cuda, rule,
     assert (made <= most, waits) == (True, 1), made
 
 
-def test_a_fused_optimizer_skips_by_the_loss_that_its_step_is_given_without_a_wait(cuda):
+@pytest.mark.parametrize(
+    ("name", "bad", "reason"), [("loss", math.nan, "spike"), ("norm", math.nan, "overflow"), ("norm", -1.0, "overflow")]
+)
+def test_a_fused_optimizer_skips_by_the_value_that_its_step_is_given_without_a_wait(cuda, name, bad, reason: str):
     run = run_on(StepGuard(), "SGD-fused", "cuda:0")
-    for value, steps in ((1.0, 1), (math.nan, 1), (2.0, 2)):
+    for value, steps in ((1.0, 1), (bad, 1), (2.0, 2)):
         run.give(1.0)
         cuda.waits.clear()
-        run.scaler.step(run.optimizer, loss=torch.full((), value, device="cuda:0"))
+        run.scaler.step(run.optimizer, **{name: torch.full((), value, device="cuda:0")})
         assert len(cuda.waits) == 0
         assert run.parameter.tolist() == [1.0 - 0.125 * steps] * 5
-        assert run.scaler.last_step(run.optimizer).reason == ("stepped" if math.isfinite(value) else "spike")
+        assert run.scaler.last_step(run.optimizer).reason == ("stepped" if value > 0.0 else reason)

@@ -164,6 +164,16 @@ def test_values_of_other_libraries_and_dtypes_are_taken():
         assert (report.reason, report.norm, report.loss) == ("stepped", 2.0, 2.0)
 
 
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
+def test_a_norm_that_is_none_skips_the_step(arrays: Library, norm: float):
+    """DeepSpeed gives -1 for a norm that is not finite."""
+    guard, optimizer = StepGuard(), Tree([arrays.asarray([1.0])])
+    for given in (norm, arrays.asarray(norm)):
+        guard.step(optimizer, norm=given)
+        report = guard.last_step(optimizer)
+        assert (report.reason, report.norm, optimizer.steps) == ("overflow", math.inf, 0)
+
+
 def test_a_scaler_takes_the_norm_of_gradients_that_were_unscaled(arrays: Library):
     scaler, optimizer = GradScaler(init_scale=8.0, skip=SkipSpikes(above=5.0)), Tree()
     optimizer.grads = [arrays.asarray([8.0])]
