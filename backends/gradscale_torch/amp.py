@@ -313,7 +313,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         self._join()
         if (
             loss is not None
-            and self._iteration.agreement.is_alone
+            and iteration_of(self).agreement.is_alone
             and not self._has_group
             and _all_ranks(self._timeout)
         ):
@@ -326,11 +326,11 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         unscale: Any = self.unscale_
         if getattr(unscale, "__func__", None) is GradScaler.unscale_:
             unscale = None
-        lock, is_guard = self._lock_for("step()"), self._parts.is_guard
+        lock, is_guard = self._lock_for("step()"), iteration_of(self).parts.is_guard
         if is_guard:
             self._end_if_over()
         with lock:
-            step = Step(self._iteration, optimizer, args, kwargs, self._record, inputs, self, unscale)
+            step = Step(iteration_of(self), optimizer, args, kwargs, self._record, inputs, self, unscale)
             try:
                 with _Untraced(step):
                     if step.calls_optimizer:
@@ -350,7 +350,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     def set_group(self, group: Group | None) -> None:
         """Agree over another group, as in :class:`gradscale.ShardedGradScaler`; None for the constructor's default."""
-        self._iteration.require_boundary("set_group()")
+        iteration_of(self).require_boundary("set_group()")
         self._rejoins = group is None and (self._is_sharded or self._judges_losses)
         self._has_group = group is not None
         if group is None:
@@ -365,7 +365,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain Python values; empty when disabled. One host read."""
         saved = super().state_dict()
-        for progress in self._iteration.progresses.all:
+        for progress in iteration_of(self).progresses.all:
             if progress.stage.is_over and progress.pending is not None and progress.pending.groups:
                 # Torch's keys do not say that the weights are newer than the scale, which ranks have to compare.
                 return saved
@@ -438,13 +438,13 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         current = _current(self)
         current.materialize(torch.empty((), device=dev))
         current.mark_adapted()
-        self._parts.mistakes.allow_unscaled_loss()
+        iteration_of(self).parts.mistakes.allow_unscaled_loss()
 
     _lazy_init_scale_growth_tracker = _not_called("_lazy_init_scale_growth_tracker", _make_state)
 
     def _judge_gradients(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
-        iteration = self._iteration
+        iteration = iteration_of(self)
         progress = iteration.progress_of(optimizer)
         if progress.is_incomplete:
             # Reading the verdict raises, since some gradients may be divided already.
@@ -459,7 +459,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
-        return hosts.flags_by_device(self._iteration, self._iteration.progress_of(optimizer))
+        iteration = iteration_of(self)
+        return hosts.flags_by_device(iteration, iteration.progress_of(optimizer))
 
     def _default_groups(self) -> Sequence[Collectives]:
         # Each rank has a loss of its own, also where all hold the same gradients.
@@ -467,12 +468,12 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     @property
     def _judges_losses(self) -> bool:
-        guard = self._parts.guard
+        guard = iteration_of(self).parts.guard
         return guard is not None and "loss" in guard.rule.of
 
     def _join(self) -> None:
         """Agree over the default groups once they are there, which may be later than the scaler."""
-        joined = self._parts.agreement.standing.groups
+        joined = iteration_of(self).parts.agreement.standing.groups
         if self._rejoins and not joined:
             groups = self._default_groups()
             if groups or (joined is None and default_group() is not None):
