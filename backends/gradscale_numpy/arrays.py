@@ -122,9 +122,9 @@ class NumpyBackend(Backend):
         scalars, which cannot be written, come back as new arrays. InvalidValueError if an array of ``out`` is
         read-only, or shares memory with itself or another one; nothing is modified then.
         """
+        scale = float(state.scale)
         # A policy of the program's may give 0, by which no gradient is finite.
-        with np.errstate(all="ignore"):
-            inverse = np.float32(np.float64(1.0) / np.asarray(state.scale).item())
+        inverse = np.float32(1.0 / scale if scale else np.inf)
         sources, targets, returned = grads, grads, grads
         if out is None:
             check_real_dtype(self.example(), dtype)

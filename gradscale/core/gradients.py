@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -181,7 +182,9 @@ class Gradients:
         state = UnitState(*state) if current.is_static and current.is_one(state) else state
         is_divided = not isinstance(state, UnitState)
         keeps_dtype = self._master_dtype is None
-        narrow = _narrow_dtypes(chosen, current.xp) if keeps_dtype and is_divided and self._request.are_scaled else ""
+        narrow = ""
+        if keeps_dtype and is_divided and self._request.are_scaled:
+            narrow = _narrow_dtypes(frozenset(map(_dtype, chosen)), current.xp)
         self.is_touched = True
         unscaled, nonfinite, norm = self._unscaled(backend, chosen, state)
         count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
@@ -222,9 +225,10 @@ class Gradients:
         return backend.multiply_in_place(arrays, factor), as_0d_array(xp, xp.maximum(nonfinite, overflows)), norm
 
 
-def _narrow_dtypes(arrays: Sequence[Array], xp: Namespace) -> str:
-    """Return the names of the half-precision dtypes of arrays; bfloat16 has the range of float32."""
-    halves = {str(dtype) for dtype in set(map(_dtype, arrays)) if dtype_kind(dtype, xp) is Kind.HALF}
+@functools.lru_cache
+def _narrow_dtypes(dtypes: frozenset[object], xp: Namespace) -> str:
+    """Return the names of the half-precision ones of some dtypes; bfloat16 has the range of float32."""
+    halves = {str(one) for one in dtypes if dtype_kind(one, xp) is Kind.HALF}
     return ", ".join(sorted(name for name in halves if "bfloat16" not in name))
 
 
