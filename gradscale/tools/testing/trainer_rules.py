@@ -192,8 +192,7 @@ def check_trainer(
         channel = SideChannel(group, validation.number("timeout", timeout, above=0.0))
         loop = Loop(make, channel, pool, timeout, steps, micro_batches)
         with reading("an argument of check_trainer()"):
-            # One alone may be bare.
-            kinds, exempt = ([*map(str.lower, [x] if isinstance(x, str) else x)] for x in (kinds, exempt))
+            kinds, exempt = map(_words, (kinds, exempt))
             _ = [*map(factor_of, kinds)]
             plan = _plan(loop, kinds, bad_steps or (0, steps // 2, (steps // 2 - 2, steps // 2 - 1)))
         references, made = set[Run]().union(*plan.values()), dict[Run, list[State]]()
@@ -223,6 +222,11 @@ def check_trainer(
     if raises and faults:
         raise AssertionError(str(report))
     return report
+
+
+def _words(words: str | Sequence[str]) -> list[str]:
+    """Return words in small letters; one alone may be bare."""
+    return [*map(str.lower, [words] if isinstance(words, str) else words)]
 
 
 def _plan(loop: Loop, kinds: Sequence[str], bad_steps: Sequence[int | Sequence[int]]) -> dict[Run, dict[Run, str]]:
