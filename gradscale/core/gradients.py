@@ -260,8 +260,9 @@ class UserNorm:
         bits = backend.bits(norm) if self.is_read else None
         if bits is not None:
             return Findings(0, deferred=NormToRead(bits))
-        # The root of a number below 0 is NaN.
-        return Findings(nonfinite_flag(array_namespace(norm).sqrt(norm), device(state.scale)), norm)
+        xp = array_namespace(norm)
+        norm = as_0d_array(xp, xp.where(norm < 0.0, xp.full_like(norm, math.inf), norm))
+        return Findings(nonfinite_flag(norm, device(state.scale)), norm)
 
 
 def _judged_norm(norm: float) -> tuple[int, float]:
