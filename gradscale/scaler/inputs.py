@@ -62,6 +62,6 @@ def _checked_batch(batch: Any) -> Batch:
             f"{short_repr(batch)}"
         )
         raise InvalidTypeError(msg)
-    # Those of NumPy are no values of a log.
+    # JSON does not write NumPy's integers.
     names = tuple(str(one) if isinstance(one, str) else int(one) for one in parts)
     return names if parts is batch else next(iter(names), None)

@@ -67,7 +67,7 @@ def differences(ours: State, theirs: State, rtol: float, exempt: Iterable[str]) 
 
 
 def _bits(values: Sequence[Any]) -> bytes | str:
-    """Return what is the same for values that have the same bits."""
+    """Return the bits of packed values, or the text of others, for a comparison."""
     return values.tobytes() if isinstance(values, array) else repr(values)
 
 

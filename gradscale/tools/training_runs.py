@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 def factor_of(kind: str) -> float:
-    """Return what a loss is multiplied by in a bad step."""
+    """Return the factor of the loss in a bad step."""
     return 1e6 if kind == "spike" else float(kind)
 
 
