@@ -42,7 +42,7 @@ class TensorSnapshot:
                 raise wrong_type(each, "hold", HOLDABLE)
         self._modules = dict.fromkeys(modules)
         self._require_writable()
-        # Those that are None, too.
+        # Also buffers that are registered as None.
         self._registered = {(module, name) for module in self._modules for name in module._buffers}
         self._pairs: dict[_Slot, tuple[Tensor, Tensor]] = {}
         self._groups: list[_Group] = []
@@ -137,7 +137,7 @@ class TensorSnapshot:
             if new is old or not isinstance(owner, torch.nn.Module):
                 continue
             if clones and new is not None:
-                # It may be a batch of the program's.
+                # The forward pass may have made a batch itself the buffer, which must not be written.
                 owner._buffers[name] = new.clone()
             elif old is None and slot not in self._registered:
                 delattr(owner, name)
@@ -164,5 +164,6 @@ _snapshots = weakref.WeakSet[TensorSnapshot]()
 
 def _copy_loaded(module: torch.nn.Module, _: object) -> None:
     """Copy what a module has loaded; a function, since copies and pickles of a model hold it."""
-    for snapshot in _snapshots:
+    # Nearly all modules have nothing to copy, and each copy looks through all of them.
+    for snapshot in _snapshots if module._buffers else ():
         snapshot.keep(module)
