@@ -178,6 +178,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     _rejoins: bool
     # As torch's ShardedGradScaler: the default group is joined, a loss keeps its dtype, torch's function takes float16.
     _is_sharded = False
+    _is_guard = False
 
     @with_options(ReplacementOptions)
     def __init__(self, **kwargs: Any) -> None:
@@ -265,7 +266,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         CallOrderError
             As in :meth:`gradscale.GradScaler.unscale_`, and so is the warning.
         """
-        self._join()
+        if self._rejoins:
+            self._join()
         norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm, norm_over=norm_over)
         return norm
 
@@ -310,7 +312,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         if not self._enabled:
             return super().step(optimizer, *args, loss=loss, norm=norm, batch=batch, **kwargs)  # type: ignore[no-any-return]
         inputs = checked_inputs(optimizer, loss, norm, batch, kwargs)
-        self._join()
+        if self._rejoins:
+            self._join()
         if (
             loss is not None
             and iteration_of(self).agreement.is_alone
@@ -326,8 +329,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         unscale: Any = self.unscale_
         if getattr(unscale, "__func__", None) is GradScaler.unscale_:
             unscale = None
-        lock, is_guard = self._lock_for("step()"), iteration_of(self).parts.is_guard
-        if is_guard:
+        lock = self._lock_for("step()")
+        if self._is_guard:
             self._end_if_over()
         with lock:
             step = Step(iteration_of(self), optimizer, args, kwargs, self._record, inputs, self, unscale)
@@ -339,7 +342,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             finally:
                 # Closed even if Ctrl-C came before the first line of the step's exit.
                 step.around = None
-        if is_guard:
+        if self._is_guard:
             self._end_if_over()
         return step.returned  # type: ignore[no-any-return]
 
@@ -474,7 +477,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     def _join(self) -> None:
         """Agree over the default groups once they are there, which may be later than the scaler."""
         joined = iteration_of(self).parts.agreement.standing.groups
-        if self._rejoins and not joined:
+        if not joined:
             groups = self._default_groups()
             if groups or (joined is None and default_group() is not None):
                 self._agree_over(groups)
@@ -511,7 +514,7 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     (True, 0)
     """
 
-    _is_sharded = True
+    _is_sharded = _is_guard = True
 
     @with_options(GuardOptions)
     def __init__(self, **kwargs: Any) -> None:
@@ -524,7 +527,8 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     @hosts.untraced
     def keeps(self, loss: Tensor | float) -> bool:
         """Tell whether to make the backward pass of a micro-batch, as :meth:`gradscale.StepGuard.keeps`."""
-        self._join()
+        if self._rejoins:
+            self._join()
         return gradscale.StepGuard.keeps(self, loss)
 
     def _default_groups(self) -> Sequence[Collectives]:

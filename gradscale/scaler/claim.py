@@ -240,41 +240,6 @@ KEEPS_SCALE = Reason.SPIKE, *PROGRAM_CALLS
 """Why a step is neither clean nor an overflow, so that the scale stays as it is."""
 
 
-class Verdict(NamedTuple):
-    """The agreement of the group, as Python values."""
-
-    reason: Reason
-    """Why no rank makes the step, if so."""
-    by: int | None
-    """The lowest rank with this reason, or with a spike that skips nothing; None if the host cannot tell any."""
-    nonfinite: int
-    """Largest number of non-finite gradient arrays on any rank."""
-    local_nonfinite: int
-    """The number on this rank."""
-    at_min_scale: bool
-    """Whether the overflow must be raised, as the policy says."""
-    scale: float
-    """The scale that all ranks hold."""
-    is_idle: bool = False
-    """Whether the gradients are zeros that nobody has scaled, as in the step of a host that loads an optimizer."""
-    is_unscaled: bool = False
-    """Whether no rank has scaled a loss in this iteration, and gradients are divided all the same."""
-    norm: float | None = None
-    """The norm of this rank's gradients before they were clipped, if they were."""
-    by_loss: bool = False
-    """Whether the own loss of the rank ``by`` is the cause."""
-    loss: float | None = None
-    """This rank's loss, if the host knows it."""
-    gives_up: bool = False
-    """Whether a rank ends the run if the step is skipped, since it has skipped as many in a row as it allows."""
-    saw: bool = True
-    """Whether this rank itself has seen why the step is skipped: a bad loss of its own if that is the cause."""
-    lacks_values: bool = False
-    """Whether no rank has a value for the rule for spikes."""
-    refusal: Reason = Reason.STEPPED
-    """Why the program on some rank refuses the step, if so, whatever else is wrong."""
-
-
 class Flags(NamedTuple):
     """The five fields of a message whose MAX over the ranks makes the verdict: numbers, or 0-d int32 of a device."""
 
@@ -287,9 +252,59 @@ class Flags(NamedTuple):
     code: Array = 0
 
 
+class Verdict(NamedTuple):
+    """The agreement of the group, as Python values."""
+
+    reason: Reason
+    """Why no rank makes the step, if so."""
+    by: int | None
+    """The lowest rank with this reason, or with a spike that skips nothing; None if the host cannot tell any."""
+    nonfinite: int
+    """Largest number of non-finite gradient arrays on any rank."""
+    local_nonfinite: int
+    """The number on this rank."""
+    scale: float
+    """The scale that all ranks hold."""
+    flags: Flags = Flags()
+    """Those of all ranks, numbers."""
+    norm: float | None = None
+    """The norm of this rank's gradients before they were clipped, if they were."""
+    by_loss: bool = False
+    """Whether the own loss of the rank ``by`` is the cause."""
+    loss: float | None = None
+    """This rank's loss, if the host knows it."""
+    saw: bool = True
+    """Whether this rank itself has seen why the step is skipped: a bad loss of its own if that is the cause."""
+
+    @property
+    def at_min_scale(self) -> bool:
+        """Whether the overflow must be raised, as the policy says."""
+        return bool(self.flags.limits & 1)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether a rank ends the run if the step is skipped, since it has skipped as many in a row as it allows."""
+        return bool(self.flags.limits > 1)
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether no rank has scaled a loss in this iteration, and gradients are divided all the same."""
+        return bool(self.flags.scaled == Scaled.BEFORE and self.flags.presence)
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether no rank has a value for the rule for spikes."""
+        return bool(self.flags.scaled == Scaled.NOW and self.flags.presence)
+
+    @property
+    def refusal(self) -> Reason:
+        """Why the program on some rank refuses the step, if so, whatever else is wrong."""
+        return _REFUSALS.get(self.flags.presence, Reason.STEPPED)
+
+
 def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
     """Return the verdict that the ranks' findings give, of which the code is the gravest :func:`reason_code`."""
-    nonfinite, limits, presence, scaled, code = flags
+    nonfinite, _, presence, scaled, code = flags
     reason, by = reason_and_rank(code) if code else (Reason.STEPPED, None)
     if not reason and not presence:
         reason, by = Reason.NO_GRADIENTS, None
@@ -299,20 +314,7 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
         reason, by = Reason.OVERFLOW, by if by_loss else None
     if not scaled and presence >= Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by, by_loss = Reason.NOT_SCALED, None, False
-    return Verdict(
-        reason,
-        by,
-        nonfinite,
-        local_nonfinite,
-        bool(limits & 1),
-        scale,
-        is_idle=not scaled and presence == Presence.ZEROS,
-        is_unscaled=scaled == Scaled.BEFORE and presence > Presence.NONE,
-        by_loss=by_loss,
-        gives_up=limits > 1,
-        lacks_values=scaled == Scaled.NOW and presence > Presence.NONE,
-        refusal=_REFUSALS.get(presence, Reason.STEPPED),
-    )
+    return Verdict(reason, by, nonfinite, local_nonfinite, scale, flags, by_loss=by_loss)
 
 
 # The message that a rank sends.

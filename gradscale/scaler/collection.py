@@ -78,8 +78,10 @@ def collect(
     if has_dropped and not micro_batches.kept and progress.stage.is_ready:
         progress.refused = max(progress.refused, Reason.REFUSED)
     try:
-        if request is None:
-            request = _request_of_step(messages, optimizer, divides=divides, has_groups=len(groups) > 0)
+        if request is None and parts.clipping.max_norm is None:
+            request = UNSCALING if divides else _JUDGING
+        elif request is None:
+            request = _clipping_of_step(messages, optimizer, divides=divides, has_groups=len(groups) > 0)
         if norm is None:
             gradients = parts.current.adapter.collect(optimizer, request)
         else:
@@ -93,13 +95,11 @@ def collect(
     return Collection(gradients, groups or gradients.groups, request.max_norm, checksum)
 
 
-def _request_of_step(messages: Messages, optimizer: Optimizer, *, divides: bool, has_groups: bool) -> Request:
-    """Return the options of a step that unscales the gradients, or has the optimizer unscale them."""
-    clipping = messages.parts.clipping
-    if clipping.max_norm is None:
-        return UNSCALING if divides else _JUDGING
-    is_read = divides and not has_groups and messages.parts.current.adapter.reads_verdict(optimizer)
-    return clipping_request(messages, optimizer, clipping)._replace(divides=divides, is_read=is_read)
+def _clipping_of_step(messages: Messages, optimizer: Optimizer, *, divides: bool, has_groups: bool) -> Request:
+    """Return the options of a step that unscales and clips the gradients, or has the optimizer unscale them."""
+    parts = messages.parts
+    is_read = divides and not has_groups and parts.current.adapter.reads_verdict(optimizer)
+    return clipping_request(messages, optimizer, parts.clipping)._replace(divides=divides, is_read=is_read)
 
 
 def _norm_alone(parts: Collaborators, optimizer: Optimizer, norm: Array | float, *, divides: bool) -> UserNorm:

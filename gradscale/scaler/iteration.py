@@ -76,9 +76,10 @@ class Iteration:
         """Return an optimizer's progress; CallOrderError if it was stepped, InvalidTypeError if it cannot be."""
         order.require_step(optimizer)
         progress = self.progress_of(optimizer)
-        if progress.stage.has_ended or (progress.stage is Stage.OVERTAKEN and not by_closure):
-            order.forbid_step(progress, self.number)
-        if progress.stage.is_ready and self.reports.under_way:
+        if not progress.stage.is_ready:
+            if progress.stage.has_ended or (progress.stage is Stage.OVERTAKEN and not by_closure):
+                order.forbid_step(progress, self.number)
+        elif self.reports.under_way:
             self.messages.read_late()
         return progress
 
@@ -189,7 +190,7 @@ class Iteration:
         # It gives a new optimizer its position among the streaks, alone, too.
         is_last = tally.give_up_after is not None and tally.is_last_chance(optimizer) and len(groups) > 0
         presence = source.presence if findings.has_gradients else Presence.NONE
-        scaled = source.scaled + (has_values and source.scaled == Scaled.NOW)
+        scaled = source.scaled if has_values else min(source.scaled, Scaled.NOW)
         flags = Flags(findings.nonfinite, 2 * is_last, presence, scaled, progress.code)
         pending = PendingVerdict(self.current, agreement, findings, source.state, flags, groups, claim, loss)
         if groups:
@@ -229,7 +230,7 @@ class Iteration:
         if verdict.reason is Reason.NOT_SCALED:
             progress.begin_again()
             self.scaling.forbid_unscaled(progress, " on any rank")
-        if verdict.is_unscaled and pending.groups:
+        if pending.groups and verdict.is_unscaled:
             self.parts.mistakes.tell_of_no_scale(self.number, "all ranks")
         return verdict
 
@@ -238,7 +239,7 @@ class Iteration:
         if progress.stage.is_ready:
             if self.parts.is_guard and self.current.state is None and self._is_without_array(progress, optimizer):
                 self._tell_of_no_gradients(progress, optimizer, 1.0)
-                return Verdict(Reason.NO_GRADIENTS, None, 0, 0, at_min_scale=False, scale=1.0)
+                return Verdict(Reason.NO_GRADIENTS, None, 0, 0, scale=1.0)
             self.unscale(progress, optimizer, then=then)
         if progress.refused:
             self.messages.forbid_untold_refusal(progress, optimizer)
@@ -303,7 +304,7 @@ class Iteration:
                 continue
             has_ended = progress.stage.has_ended
             verdict = (progress.verdict if has_ended else None) or self.verdict(progress)
-            if verdict.reason is Reason.NO_GRADIENTS:
+            if verdict.reason and verdict.reason is Reason.NO_GRADIENTS:
                 continue
             pending.append(one)
             verdicts.append(verdict)

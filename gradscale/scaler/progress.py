@@ -17,7 +17,7 @@ class Stage(enum.Enum):
     """How far an optimizer has come in the iteration.
 
     ``is_unscaled``: its gradients are divided, if only in part, and ``step`` has not come to its end. ``has_ended``:
-    it has. ``is_over``: it has, or is as good as ended.
+    it has. ``is_over``: it has, or is as good as ended; ``is_counted`` then, but if the optimizer has made none itself.
     """
 
     READY = "its gradients are as the backward pass has made them"
@@ -35,6 +35,7 @@ class Stage(enum.Enum):
         self.has_ended = self.name in ("STEPPED", "DECLINED")
         self.is_over = self.has_ended or self.name == "LEFT_OUT"
         self.is_unscaled = not (self.is_ready or self.has_ended)
+        self.is_counted = self.is_over and self.name != "DECLINED"
 
 
 class Closure(enum.Enum):
@@ -131,9 +132,9 @@ class Progress:
         self.pending, self.verdict, self.stage = pending, None, then
 
     def begin_step(self) -> None:
-        """Begin the step of gradients that are judged."""
+        """Begin the step of gradients that are judged, and not only divided."""
         pending = self.pending
-        if self.stage.is_unscaled and pending is not None and (not pending.is_placeholder or pending.is_begun):
+        if pending is not None and (not pending.is_placeholder or pending.is_begun):
             self.stage, self.verdict = Stage.STEPPING, None
 
     def take_for_unscaled(self) -> None:
@@ -168,7 +169,9 @@ class Progress:
 
     def end_step(self, verdict: Verdict | None) -> None:
         """End a step; without a verdict it is read later."""
-        self.stage, self.verdict = self.stage if self.stage is Stage.DECLINED else Stage.STEPPED, verdict
+        if not self.stage.has_ended:
+            self.stage = Stage.STEPPED
+        self.verdict = verdict
 
 
 class Progresses:

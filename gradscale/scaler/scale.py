@@ -44,6 +44,7 @@ class Use(enum.Enum):
     def __init__(self, _: str) -> None:
         self.is_fresh = self.name in ("NONE", "LEFTOVERS", "LOADED")
         self.has_leftovers = self.name in ("LEFTOVERS", "ADAPTED_LEFTOVERS")
+        self.is_scaled = self.name == "SCALED"
 
 
 _ADAPTED = {Use.NONE: Use.ADAPTED, Use.LEFTOVERS: Use.ADAPTED_LEFTOVERS, Use.LOADED: Use.SCALED}

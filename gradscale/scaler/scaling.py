@@ -20,7 +20,7 @@ class Source(NamedTuple):
 
     state: ScaleState
     """The state to divide them by."""
-    scaled: Scaled = Scaled.NOW
+    scaled: Scaled = Scaled.WITH_VALUES
     presence: Presence = Presence.SOME
     """What there is of them; only of a rank that has not scaled it is known whether they are zeros."""
 
@@ -51,7 +51,8 @@ class Scaling:
         products = arrays if current.is_static and current.is_one(state) else current.state_adapter.scale(arrays, state)
         if self.closure_state is None:
             self.state = state
-        current.mark_scaled()
+        if not current.use.is_scaled:
+            current.mark_scaled()
         self.has_scaled = True
         return products
 

@@ -73,7 +73,7 @@ class Step:
                 self.kwargs = {**self.kwargs, "closure": self._evaluate}
             else:
                 self.args = (self._evaluate, *self.args[1:])
-        else:
+        elif progress.stage.is_unscaled:
             progress.begin_step()
         try:
             if own is not None:

@@ -13,7 +13,7 @@ from gradscale.scaler.claim import PROGRAM_CALLS, Reason, Verdict
 from gradscale.scaler.guard import Guard
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.order import INCOMPLETE, wrong_order
-from gradscale.scaler.progress import Progress, Stage
+from gradscale.scaler.progress import Progress
 from gradscale.scaler.reports import StepReport, UpdateReport, step_report
 from gradscale.scaler.scale import checked_scale, copied
 from gradscale.scaler.verdict import PendingVerdict
@@ -39,8 +39,9 @@ class Update:
         self._iteration, current = iteration, iteration.current
         if iteration.agreement.standing.failure is not None:
             raise iteration.agreement.standing.failure
-        if new_scale is None:
-            self._forbid_refusals_left()
+        for progress in iteration.progresses.all if new_scale is None else ():
+            if progress.refused and progress.stage.is_ready:
+                self._forbid_refusal_left(progress.refused)
         wanted = None if new_scale is None else checked_scale(new_scale, current.policy)
         pending, verdicts = iteration.read_verdicts()
         lowered = iteration.scaling.lowered
@@ -48,7 +49,10 @@ class Update:
             self._forbid()
         if iteration.reports.on_update:
             self.report = self._report(pending, verdicts, wanted)
-        self._note_ends(pending, verdicts, is_set=wanted is not None)
+        # If a policy raises, no verdict is late.
+        for one, verdict in zip(pending, verdicts, strict=False):
+            if verdict.reason:
+                self._note_end(one, verdict, is_set=wanted is not None)
         if iteration.judge.guard is not None:
             self._learn(iteration.judge.guard)
         if iteration.parts.snapshots:
@@ -61,18 +65,15 @@ class Update:
         else:
             self._adapt(pending)
 
-    def _forbid_refusals_left(self) -> None:
+    def _forbid_refusal_left(self, reason: Reason) -> None:
         """Raise CallOrderError for an optimizer that was refused, and not stepped; that of a guard comes later."""
         iteration = self._iteration
-        for progress in iteration.progresses.all:
-            is_left = progress.refused and progress.stage.is_ready
-            if is_left and not (iteration.parts.is_guard and iteration.progresses.are_over()):
-                wrong_order(
-                    f"{PROGRAM_CALLS[progress.refused]} was called for an optimizer that was neither unscaled nor "
-                    "stepped: call step() of the same object, which then makes no step, or end the iteration with "
-                    "update(get_scale())",
-                    iteration.number,
-                )
+        if not (iteration.parts.is_guard and iteration.progresses.are_over()):
+            wrong_order(
+                f"{PROGRAM_CALLS[reason]} was called for an optimizer that was neither unscaled nor stepped: call "
+                f"step() of the same object, which then makes no step, or end the iteration with update(get_scale())",
+                iteration.number,
+            )
 
     def _forbid(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
@@ -111,21 +112,19 @@ class Update:
 
         return report
 
-    def _note_ends(self, pending: Sequence[PendingVerdict], verdicts: Sequence[Verdict], *, is_set: bool) -> None:
+    def _note_end(self, pending: PendingVerdict, verdict: Verdict, *, is_set: bool) -> None:
         """Note whether a verdict ends the run, or is an overflow at the lowest scale, if the update starts from it."""
         iteration = self._iteration
         state = None if is_set else iteration.scaling.state or iteration.current.state
-        # If a policy raises, no verdict is late. A closure may have tried the lowest scale, and the update does not.
-        for one, verdict in zip(pending, verdicts, strict=False):
-            self.gives_up |= verdict.gives_up and verdict.reason in (Reason.SPIKE, Reason.OVERFLOW)
-            if verdict.at_min_scale and verdict.nonfinite and one.state is state:
-                self.underflow = ScaleUnderflowError(
-                    f"gradients overflow although the scale is at its minimum, {verdict.scale!r}: the cause is not "
-                    f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
-                    f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
-                    f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
-                    f"{short_repr(iteration.current.policy)}"
-                )
+        self.gives_up |= verdict.gives_up and verdict.reason in (Reason.SPIKE, Reason.OVERFLOW)
+        # A closure may have tried the lowest scale, and the update does not.
+        if verdict.at_min_scale and verdict.nonfinite and pending.state is state:
+            self.underflow = ScaleUnderflowError(
+                f"gradients overflow although the scale is at its minimum, {verdict.scale!r}: the cause is not the "
+                f"scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
+                f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning rate, or allow a smaller "
+                f'min_scale; at_min="clamp" skips such steps instead. Got {short_repr(iteration.current.policy)}'
+            )
 
     def _learn(self, guard: Guard) -> None:
         """Let the windows of optimizers learn from their steps, but not from those that the user has made."""
@@ -178,10 +177,12 @@ class Update:
         ended, parts = self._iteration, self._iteration.parts
         steps, reports = 0, [*ended.steps]
         for progress in ended.progresses.all:
-            steps += progress.stage.is_over and progress.stage is not Stage.DECLINED
+            stage = progress.stage
+            steps += stage.is_counted
             if progress.pending is not None and progress.pending.groups:
                 self.is_alone = False
-            if progress.stage is Stage.LEFT_OUT and progress.verdict is not None:
+            # It was left out.
+            if stage.is_over and not stage.has_ended and progress.verdict is not None:
                 optimizer = progress.optimizer
                 position = None if optimizer is None else parts.tally.position_of(optimizer)
                 reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank), position))

@@ -62,7 +62,13 @@ class PendingVerdict:
     override: Callable[[], Array | None] | None = None
     is_placeholder = False
     reading = Reading.IN_STEP
+    is_judged_late = False
     _copy: HostRead | None = None
+    _norm: Array | float = 0.0
+    _loss: Array | float | None = None
+    # What a read has to fetch stays as it is: each replay of a captured graph gives others.
+    _norm_sent: Array | float = 0.0
+    _loss_sent: Array | float | None = None
 
     def __init__(
         self,
@@ -76,19 +82,21 @@ class PendingVerdict:
         judged: JudgedLoss = UNJUDGED,
     ) -> None:
         self.findings, self.state, self.groups = findings, state, groups
-        loss, self.is_judged_late = judged
         # Gradients of a state before a load say nothing of the one in force.
         self.rank, self._updates = agreement.rank, current.updates if state is current.state else -1
-        if not isinstance(flags.code, int):
-            flags = flags._replace(code=_peeked(current, flags.code))
-        self._current, self._count, self._code = current, flags.nonfinite, flags.code
-        # What a read has to fetch stays as it is: each replay of a captured graph gives others.
-        self._norm_sent = 0.0 if findings.norm is None else _peeked(current, findings.norm)
-        self._norm, self._loss, self._loss_sent = self._norm_sent, loss, loss
+        self._current, self._count, code = current, flags.nonfinite, flags.code
+        if not isinstance(code, int):
+            code = _peeked(current, code)
+            flags = flags._replace(code=code)
+        # ``_hidden`` is the reason that an overflow hides.
+        self._code, self._hidden = code, code if isinstance(code, int) else 0
+        if judged is not UNJUDGED:
+            self._loss, self.is_judged_late = judged
+            self._loss_sent = self._loss
         # By the norm that it reads, if the host judges the gradients.
         self._deferred = findings.deferred if findings.norm is None else None
-        # The reason that an overflow hides.
-        self._hidden = self._code if isinstance(self._code, int) else 0
+        if findings.norm is not None:
+            self._norm = self._norm_sent = _peeked(current, findings.norm)
         has_overflow = isinstance(self._count, int) and self._count > 0
         if has_overflow or self._hidden:
             flags = self._with_reasons(flags, has_overflow=has_overflow)
@@ -96,7 +104,7 @@ class PendingVerdict:
         if claim is not None:
             self._send(agreement, flags, claim)
         elif findings.scale is not None and self._is_on_host(flags):
-            if current.state_adapter.is_shared:
+            if current.state_adapter.is_shared and not 0.0 < findings.scale < math.inf:
                 current.require_possible(findings.scale)
             if self._count and current.at_min_scale(state) is True:
                 flags = flags._replace(limits=flags.limits + 1)
@@ -299,11 +307,11 @@ class PendingVerdict:
     def count(self) -> Array | int | None:
         """Return the agreed count, 0-d if the host does not know it; None for a spike, a refusal or idle zeros."""
         verdict = self.verdict if self.override is None or self.verdict is None else self.read()
-        if verdict is None:
-            is_idle = self._flags.presence == Presence.ZEROS and not self.groups
-        else:
-            is_idle = verdict.is_idle or verdict.reason in claims.KEEPS_SCALE
-        if is_idle:
+        flags = self._flags if verdict is None else verdict.flags
+        # Zeros that nobody has scaled are those of a host that loads an optimizer.
+        if not flags.scaled and flags.presence == Presence.ZEROS and (verdict is not None or not self.groups):
+            return None
+        if verdict is not None and verdict.reason in claims.KEEPS_SCALE:
             return None
         if verdict is not None and self.override is None and isinstance(self._count, int):
             return verdict.nonfinite
