@@ -17,6 +17,7 @@ from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
 from gradscale.core.aliasing import numbered, overlap, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
+from gradscale.core.backend import UNKNOWN
 from gradscale.core.summaries import Summary
 from gradscale.errors import InvalidValueError, warn_caller
 from gradscale_numpy import kernels
@@ -93,10 +94,12 @@ class NumpyBackend(Backend):
         """Return Python ints as a 1-d int32 array."""
         return np.array(values, np.int32)
 
-    def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
-        """Return a state with its fields replaced by numbers, but where these are None."""
-        fields = zip(state, numbers, strict=True)
-        return ScaleState(*[x if number is None else np.array(number, x.dtype) for x, number in fields])
+    def with_numbers(
+        self, state: ScaleState, numbers: Sequence[float | None], before: Sequence[float | None] = UNKNOWN
+    ) -> ScaleState:
+        """Return a state with its fields replaced by numbers, but where they are equal to those of before, or None."""
+        fields = zip(state, numbers, before, strict=True)
+        return ScaleState(*[x if number == old else np.array(number, x.dtype) for x, number, old in fields])
 
     def bits(self, x: NumpyArray, /) -> NumpyArray | None:
         """Return the bits of real values in any byte order as signed integers; None for float8 and long double."""
@@ -158,9 +161,8 @@ class NumpyBackend(Backend):
 
 
 def _own_their_memory(arrays: _Arrays) -> bool:
-    """Tell quickly whether all are plain arrays that own their memory, each once: then no two share any."""
-    is_owner = _ONLY_ARRAYS.issuperset(map(type, arrays)) and _OWN_AND_PLAIN.issuperset(map(_flags, arrays))
-    return is_owner and len(set(map(id, arrays))) == len(arrays)
+    """Tell quickly whether all are plain arrays that own their memory: then no two share any."""
+    return _ONLY_ARRAYS.issuperset(map(type, arrays)) and _OWN_AND_PLAIN.issuperset(map(_flags, arrays))
 
 
 def _forbid_shared_memory(grads: _Arrays, out: _Arrays) -> None:

@@ -11,7 +11,7 @@ import torch
 from gradscale import Backend, DynamicScale, ScaleState
 from gradscale.core import arithmetic, tree
 from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
-from gradscale.core.backend import HostRead, require_values
+from gradscale.core.backend import UNKNOWN, HostRead, require_values
 from gradscale.core.gradients import Collected, Request
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
@@ -188,12 +188,14 @@ class ScalerBackend(TorchBackend):
             # Filled by kernels, for which nobody waits as for copies of the CPU's memory.
             return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=target) for one in state))
 
-    def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
+    def with_numbers(
+        self, state: ScaleState, numbers: Sequence[float | None], before: Sequence[float | None] = UNKNOWN
+    ) -> ScaleState:
         """Return a state with some fields replaced by numbers, in the same tensors if others read them."""
         if state.scale.is_inference():
-            return super().with_numbers(state, numbers)
-        for tensor, number in zip(state, numbers, strict=True):
-            if number is not None:
+            return super().with_numbers(state, numbers, before)
+        for tensor, number, old in zip(state, numbers, before, strict=True):
+            if number != old:
                 tensor.fill_(number)
         return ScaleState(*state)
 

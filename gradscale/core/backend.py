@@ -17,8 +17,12 @@ from gradscale.core.tree import first_floating, floating_leaves, require_arrays
 from gradscale.core.validation import wrong_type
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError, short_repr
 
+_Numbers = Sequence[float | None]
 _State = TypeVar("_State", bound=tuple[Any, ...])
 _Multiply = Callable[[Sequence[Array]], Sequence[Array]]
+
+UNKNOWN: _Numbers = (None,) * len(ScaleState._fields)
+"""The numbers of a state that the host does not know."""
 
 
 class HostRead(Protocol):
@@ -210,11 +214,16 @@ class Backend:
         require_values(like)
         return self.with_numbers(policy.init(like), [numbers.get(name) for name in ScaleState._fields])
 
-    def with_numbers(self, state: ScaleState, numbers: Sequence[float | None]) -> ScaleState:
-        """Return a state with its fields replaced by numbers, but where these are None; perhaps in the same arrays."""
-        xp, fields = array_namespace(state.scale), zip(state, numbers, strict=True)
-        new = [x if n is None else xp.asarray(n, dtype=x.dtype, **device_kwargs(self.placement(x))) for x, n in fields]
-        return ScaleState(*new)
+    def with_numbers(self, state: ScaleState, numbers: _Numbers, before: _Numbers = UNKNOWN) -> ScaleState:
+        """Return a state with its fields replaced by numbers, but where they are equal to those of before, or None.
+
+        Perhaps in the same arrays.
+        """
+        xp, fields = array_namespace(state.scale), []
+        for x, number, old in zip(state, numbers, before, strict=True):
+            on = device_kwargs(self.placement(x))
+            fields.append(x if number == old else xp.asarray(number, dtype=x.dtype, **on))
+        return ScaleState(*fields)
 
     def adapt(
         self,

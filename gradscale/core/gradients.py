@@ -380,7 +380,9 @@ def _require_tree(optimizer: OptimizerWithGrads) -> object:
         members = "param_groups (a list of dicts whose 'params' have .grad) or grads (arrays in nested containers)"
         raise no_optimizer(optimizer, members)
     gradients = optimizer.grads
-    if (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)) and not is_array_api_obj(gradients):
+    if isinstance(gradients, (list, tuple, dict)) or is_array_api_obj(gradients):
+        return gradients
+    if isinstance(gradients, (str, bytes, Iterator)) or callable(gradients):
         raise validation.wrong_type(gradients, f"grads of {type(optimizer).__name__}", "arrays in nested containers")
     return gradients
 

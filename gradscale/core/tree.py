@@ -34,6 +34,8 @@ _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
 _WHAT = "a container of arrays"
 # By the name of a namespace: types and dtypes of its floating arrays.
 _floating_kinds: dict[str, set[tuple[type, object]]] = {}
+# Types of leaves, of which there may be thousands side by side: those of floating arrays.
+_leaf_types: set[type] = {type(None)}
 
 
 def _is_leaf(node: object) -> bool:
@@ -82,6 +84,9 @@ def _rebuild(node: object, keys: Sequence[Hashable], children: list[Any]) -> obj
 
 def _plan(nodes: list[Array], is_leaf: _IsLeaf, leaves: list[Array], above: dict[int, object]) -> _Plans:
     """Return the plans of nodes that are below some containers, and append their leaves."""
+    if _leaf_types.issuperset(map(type, nodes)):
+        leaves.extend(nodes)
+        return [None] * len(nodes)
     plans: _Plans = []
     for node in nodes:
         if node is None or hasattr(node, "shape") or is_leaf(node):
@@ -261,8 +266,11 @@ def floating_leaves(
     """
     floating = _floating_kinds.setdefault(namespace.__name__, set())
     try:
-        # Thousands of leaves are of few kinds. (torch's compiler does not trace an attrgetter.)
-        are_floating = floating.issuperset(zip(map(type, leaves), [leaf.dtype for leaf in leaves], strict=True))
+        # (torch's compiler does not trace an attrgetter.)
+        types, dtypes = [*map(type, leaves)], [leaf.dtype for leaf in leaves]
+        # Thousands of leaves are of few kinds, most often of one; to compare takes less time than to hash.
+        is_one = len(leaves) > 0 and types.count(types[0]) == dtypes.count(dtypes[0]) == len(leaves)
+        are_floating = floating.issuperset(zip(types[: 1 if is_one else None], dtypes, strict=False))
     except Exception:
         # Read one by one, below, the leaves say which one raises.
         are_floating = False
@@ -274,6 +282,7 @@ def floating_leaves(
                 name = functools.partial(_leaf_name, what, leaves, first, rebuild)
                 if _is_floating(leaves[first], namespace, takes_integers, name):
                     floating.add(kind)
+                    _leaf_types.add(kind[0])
             leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind in floating]
     return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
 

@@ -158,8 +158,7 @@ class CurrentScale:
         if isinstance(count, int) and is_kept is None and isinstance(before, list) and self.state_adapter.takes_numbers:
             new = next_numbers(self.policy, before, count)
             if new is not None:
-                changed = [None if one == old else one for one, old in zip(new, before, strict=True)]
-                self.state = self.state_adapter.with_numbers(state, changed)
+                self.state = self.state_adapter.with_numbers(state, new, before)
                 return
         self.state = self.state_adapter.adapt(self.policy, state, count, is_kept, self.scale_lower_bound(state))
 
