@@ -132,7 +132,7 @@ class Tally:
 
     def drop(self, number: int) -> None:
         """Count micro-batches that were dropped."""
-        self.counts = {**self.counts, _DROPPED: self.counts.get(_DROPPED, 0) + number}
+        self.counts[_DROPPED] = self.counts.get(_DROPPED, 0) + number
 
     def position_of(self, optimizer: object) -> int:
         """Return the position of an optimizer's streak, which it takes now if it has none."""
@@ -159,16 +159,16 @@ class Tally:
     def note(self, step: StepReport, position: int | None) -> None:
         """Count a step, and in the streak of its optimizer, if that is alive."""
         name = step.reason if step.skipped else "taken"
-        # Reports and copies of the scaler may hold the counts of before.
-        self.counts = {**self.counts, name: self.counts[name] + 1}
+        self.counts[name] += 1
         if not step.skipped and step.by is not None:
             self.counts[_SEEN] += 1
-        if position is not None:
-            self._loaded.discard(position)
-        if position is not None and not step.skipped:
+        if position is None:
+            return
+        self._loaded.discard(position)
+        if not step.skipped:
             self._streaks.pop(position, None)
             self._grown.discard(position)
-        elif position is not None and name in _CAUSES:
+        elif name in _CAUSES:
             self._streaks[position] = self._at(position).plus(step)
             self._grown.add(position)
 
@@ -202,6 +202,7 @@ class Tally:
     def __getstate__(self) -> dict[str, object]:
         """Return the counts and streaks for a pickle or a copy, whose optimizers are others."""
         return self.__dict__ | {
+            "counts": {**self.counts},
             "_streaks": {**self._streaks},
             "_loaded": {*self._streaks},
             "_grown": set(),

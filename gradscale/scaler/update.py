@@ -107,7 +107,7 @@ class Update:
 
         def report() -> UpdateReport:
             after = current.scale() if wanted is None else wanted
-            rank, counts = iteration.agreement.rank(), iteration.parts.tally.counts
+            rank, counts = iteration.agreement.rank(), {**iteration.parts.tally.counts}
             return UpdateReport(number, before, skipped, rank, tuple(steps), after, counts)
 
         return report
