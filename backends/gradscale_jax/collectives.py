@@ -180,7 +180,7 @@ def _report_stall(tally: jax.Array, params: object) -> None:
     first, last = map(validation.float32_from_bits, scales[::2])
     streak = SkipStreak(reasons, frozenset(), first, scales[1], last)
     if length >= give_up_after or (length >= warn_after and not streak.is_falling):
-        strict = "All is judged by skip=, which may be too strict for what is usual here" if spike else ""
+        strict = "skip= may be too strict for what is usual here, or value= is not finite" if spike else ""
         minimum = None if streak.never_scales else 1.0
         broken = _broken_weights(params, minimum) if overflow else ""
         raise_or_warn([streak.sentence("the optimizer"), broken, strict], gives_up=length >= give_up_after)

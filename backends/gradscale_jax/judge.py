@@ -15,7 +15,7 @@ from gradscale.core.arithmetic import is_floating
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 from gradscale.policies.spikes import SpikeState, empty_windows
-from gradscale.scaler.guard import checked_loss, guard_for
+from gradscale.scaler.guard import checked_loss, guard_for, is_loss
 from gradscale_jax import trees
 from gradscale_jax.arrays import JaxBackend, sum_of_squares
 from gradscale_jax.collectives import Verdict, agree, with_tally
@@ -100,15 +100,26 @@ class Judge:
         return state if self._counts or self.skip is not None else state.scale_state
 
     def __call__(
-        self, nonfinite: jax.Array, grads: object, loss: object, before: GuardedState, norm: jax.Array | None = None
+        self,
+        nonfinite: jax.Array,
+        grads: object,
+        loss: object,
+        before: GuardedState,
+        norm: jax.Array | None = None,
+        *,
+        needs_finite: bool = False,
     ) -> tuple[Verdict, GuardedState]:
         """Return the verdict on a step, and the state with other windows and another tally, and the same scale.
 
-        ``norm``: of the gradients before they were clipped by it, if they were.
+        ``norm``: of the gradients before they were clipped by it, if they were. ``needs_finite``: a loss that is not
+        finite is a spike, with any rule and without one.
         """
         windows, is_spike, tally = self._windows_of(before), None, before.tally
         if self.skip is not None and windows is not None:
             values, is_spike = _judge(self.skip, windows, loss, grads, norm)
+        if needs_finite and (type(loss) in (int, float) or is_loss(loss)):
+            is_bad = jnp.logical_not(jnp.isfinite(_as_float32(loss)))
+            is_spike = is_bad if is_spike is None else jnp.logical_or(is_spike, is_bad)
         verdict = agree(nonfinite, before.scale_state, self.policy, self.axis_name, spike=is_spike, norm=norm)
         if tally is not None:
             verdict = with_tally(verdict, tally, self._limits)
@@ -139,14 +150,18 @@ class Judge:
         return SpikeState(*next(iter(state.windows.values()))) if shapes else None
 
 
+def _as_float32(loss: object) -> jax.Array:
+    number = checked_loss(loss, "value must be the loss, a number or a real floating array of one element")
+    return jnp.reshape(jnp.asarray(number, jnp.float32), ())
+
+
 def _judge(
     rule: SkipSpikes, windows: SpikeState, loss: object, grads: object, norm: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the values that a rule judges, NaN for a missing loss, and whether any is a spike; traceable."""
     quantities = {}
     if loss is not None and "loss" in rule.of:
-        number = checked_loss(loss, "value must be the loss, a number or a real floating array of one element")
-        quantities["loss"] = jnp.reshape(jnp.asarray(number, jnp.float32), ())
+        quantities["loss"] = _as_float32(loss)
     if "norm" in rule.of:
         gradients = () if norm is not None else trees.without_values(grads, jax.tree.leaves(grads))[0]
         leaves = [x for x in gradients if x is not None and is_floating(x)]

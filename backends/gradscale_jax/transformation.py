@@ -142,7 +142,7 @@ def scaled(
         differ, the ranks are ``desynced``. Default: none.
     skip : SkipSpikes, optional
         As for ``value_and_grad``, with the loss that ``update`` is given as ``value=``. Each rank of ``axis_name``
-        judges its own values, and all skip together.
+        judges its own values, and all skip together. A loss that is not finite is a spike without a rule, too.
     warn_after, give_up_after : int, optional
         As for ``value_and_grad``; ``verdict_of(opt_state)`` has the counts and the ``check``.
 
@@ -218,7 +218,7 @@ def scaled(
             # A state of another policy may go on here: the loss was scaled by it once, and is not from now on.
             nonfinite = nonfinite + (unscale_state.scale != 1.0).astype(nonfinite.dtype)
         before = GuardedState(state.scale_state, state.gradscale_windows, state.verdict.tally)
-        verdict, after = judge(nonfinite, grads, extra_args.get("value"), before, norm)
+        verdict, after = judge(nonfinite, grads, extra_args.get("value"), before, norm, needs_finite=True)
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
         _require_same_dtypes(state.inner_state, inner_state)
         with reading("an update of tx"):

@@ -104,6 +104,34 @@ def test_a_loss_of_any_form_is_judged_and_makes_no_nan_that_jax_would_find_and_n
     assert bool(gradscale_jax.verdict_of(without).taken)
 
 
+@pytest.mark.parametrize("rule", [*RULES, SkipSpikes(of="norm")], ids=["none", "loss", "both", "norm"])
+def test_a_loss_that_is_not_finite_skips_the_step_with_finite_gradients_from_the_first_on(rule):
+    tx = scaled(skip=rule, give_up_after=9)
+    first = state = tx.init(GRADS)
+    for loss in (math.nan, np.float32(np.inf), jnp.asarray([-jnp.inf], "bfloat16"), 10**400):
+        updates, state = tx.update(GRADS, state, GRADS, value=loss)
+        verdict = gradscale_jax.verdict_of(state)
+        assert (bool(verdict.taken), bool(verdict.spike), int(verdict.nonfinite)) == (False, True, 0)
+        assert_same_bits([state.scale_state, *state.inner_state], [first.scale_state, *first.inner_state])
+        assert_same_bits(updates, -0.0 * GRADS)
+    # With a gradient that is not finite it is an overflow; a loss that is makes a clean step.
+    _, state = tx.update(GRADS.at[0].set(jnp.inf), state, GRADS, value=math.nan)
+    _, state = tx.update(GRADS, state, GRADS, value=1.0)
+    assert gradscale_jax.verdict_of(state).counts() == {"taken": 1, "overflow": 1, "spike": 4}
+    assert float(state.scale_state.scale) == float(first.scale_state.scale) / 2
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_a_loss_of_one_rank_that_is_not_finite_skips_the_step_of_all(bad: int):
+    tx = gradscale_jax.guarded(SGD, axis_name="data")
+    losses = jnp.ones(3).at[bad].set(jnp.nan)
+
+    def step(loss):
+        return tx.update(GRADS, tx.init(GRADS), value=loss)[1].skipped
+
+    assert jax.vmap(step, axis_name="data")(losses).tolist() == [1, 1, 1]
+
+
 # Where the state is found, and what can stand in it.
 
 
