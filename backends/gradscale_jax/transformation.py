@@ -15,7 +15,7 @@ from gradscale import ScaleState, SkipSpikes, StaticScale
 from gradscale.core import validation
 from gradscale.core.arithmetic import UnitState, check_real_dtype, checked_norm
 from gradscale.core.protocols import Policy
-from gradscale.errors import InvalidTypeError, InvalidValueError, reading
+from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 from gradscale.policies.spikes import SpikeState
 from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict
@@ -310,8 +310,8 @@ def carry_over(old: object, first: ScaledOptimizerState) -> ScaledOptimizerState
         As for :func:`scale_state`. Its scale, counts and the state of ``tx`` are kept, and its windows if ``skip``
         judges as many values of the same quantities.
     first : ScaledOptimizerState
-        What ``init(params)`` of the transformation that goes on returns, around the same ``tx``. Has empty windows and
-        counts where the old state has none.
+        What ``init(params)`` of the transformation that goes on returns, around the same ``tx``, or InvalidValueError.
+        Has empty windows and counts where the old state has none.
 
     Examples
     --------
@@ -324,12 +324,30 @@ def carry_over(old: object, first: ScaledOptimizerState) -> ScaledOptimizerState
     1 [0 0]
     """
     kept, begun = _only_state(old), _only_state(first)
+    theirs, own = _form(kept.inner_state), _form(begun.inner_state)
+    if theirs != own:
+        msg = (
+            f"old and first must hold states of one tx for the same parameters, got {short_repr(theirs)} in old and "
+            f"{short_repr(own)} in first: give tx.init(params) of a transformation around the tx that old is of, or "
+            f"begin with first"
+        )
+        raise InvalidValueError(msg)
     verdict, tally = kept.verdict, begun.verdict.tally
     is_alike = jax.tree.map(np.shape, kept.gradscale_windows) == jax.tree.map(np.shape, begun.gradscale_windows)
     return kept._replace(
         verdict=verdict._replace(tally=tally if tally is None or verdict.tally is None else verdict.tally),
         windows=(kept if is_alike else begun).gradscale_windows,
     )
+
+
+def _form(tree: object) -> tuple[object, list[tuple[int, ...]]]:
+    """Return the structure and the shapes of a state of tx, whose arrays may be within variables of flax's NNX."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree, is_leaf=_holds_one_array), shapes
+
+
+def _holds_one_array(node: object) -> bool:
+    return not isinstance(node, (tuple, list, dict)) and len(jax.tree.leaves(node)) == 1
 
 
 def _only_state(opt_state: object) -> ScaledOptimizerState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import math
 import re
@@ -280,6 +281,29 @@ def test_a_run_goes_on_with_other_options_and_its_moments_scale_and_windows(befo
         assert taken == (3 if state.verdict.tally is not None else 1)
     with pytest.raises(InvalidValueError, match="opt_state must hold one state"):
         gradscale_jax.carry_over(state.inner_state, new.init(GRADS))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [scaled(SGD).init(GRADS), scaled(optax.chain(ADAM, SGD)).init(GRADS), scaled().init(jnp.ones(3))],
+    ids=["another tx", "a longer chain", "other parameters"],
+)
+def test_a_state_of_another_tx_or_of_other_parameters_is_not_carried_over(first):
+    with pytest.raises(
+        InvalidValueError, match=r"states of one tx .*, got .* in first: give tx.init\(params\) of a tr"
+    ):
+        gradscale_jax.carry_over(scaled().init(GRADS), first)
+
+
+def test_a_state_of_nnx_is_carried_over_to_one_of_its_optimizer_and_to_one_of_the_parameters():
+    nnx = importlib.import_module(require("flax").__name__ + ".nnx")
+    model, tx = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), scaled(give_up_after=9)
+    params = nnx.state(model, nnx.Param)
+    old = nnx.Optimizer(model, scaled(), wrt=nnx.Param)
+    old.update(model, params)
+    for first in (nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state, tx.init(params)):
+        carried = gradscale_jax.carry_over(old.opt_state, first)
+        assert int(jax.tree.leaves(carried.inner_state)[0]) == 1
 
 
 FP8 = "_overwrite_with_gradient"
