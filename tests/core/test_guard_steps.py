@@ -210,6 +210,29 @@ def test_ranks_skip_together_by_their_norms(kind: str, norms, said: str):
     assert run_ranks(2, train) == [(said, None if said == "stepped" else 1)] * 2
 
 
+@pytest.mark.parametrize("others", [-1.0, 1.0, math.inf, 50.0], ids=str)
+@pytest.mark.parametrize("odd", range(2))
+def test_a_norm_that_is_none_on_one_rank_skips_the_step_of_all(arrays: Library, odd: int, others: float):
+    """DeepSpeed gives -1 for a norm that is not finite; it is no difference of ranks."""
+
+    def train(group) -> list[tuple]:
+        rank, _ = rank_and_size(group)
+        guard, optimizer = StepGuard(group=group, skip=SkipSpikes(of="norm", above=9.0)), Tree([arrays.asarray([1.0])])
+        norms, told = ((1.0, 1.0), (-1.0, others), (1.0, 1.0)), []
+        for usual, other in norms:
+            norm = usual if rank == odd else other
+            guard.step(optimizer, norm=arrays.asarray(norm) if rank else norm)
+            report = guard.last_step(optimizer)
+            told.append((report.reason, report.by, report.norm == (norm if norm > 0 else math.inf), optimizer.steps))
+        return told
+
+    first = 0 if others in (-1.0, math.inf) else odd
+    assert (
+        run_ranks(2, train)
+        == [[("stepped", None, True, 1), ("overflow", first, True, 1), ("stepped", None, True, 2)]] * 2
+    )
+
+
 @pytest.mark.parametrize("norms", [(1.0, 1.01), (1.0, None)], ids=["apart", "one rank alone"])
 def test_norms_that_differ_are_an_error_on_every_rank(norms):
     def train(group) -> str:
