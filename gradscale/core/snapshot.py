@@ -39,14 +39,11 @@ class ArraySnapshot:
         for each in arrays:
             if not is_array_api_obj(each):
                 raise wrong_type(each, "hold", HOLDABLE)
-            try:
-                each[...] = each
-            except Exception as error:
-                advice = (
-                    f": {error}. Of one that cannot be written go on with the old array if "
-                    f"last_step(optimizer).skipped; in a compiled step gradscale.select chooses"
-                )
-                raise wrong_type(each, "hold", HOLDABLE, advice) from error
+            advice = (
+                "Of one that cannot be written go on with the old array if last_step(optimizer).skipped; in a compiled "
+                "step gradscale.select chooses"
+            )
+            _write(each, each, advice)
         self._arrays = arrays
         self._copies = [array_namespace(each).asarray(each, copy=True) for each in arrays]
 
@@ -61,5 +58,14 @@ class ArraySnapshot:
 
     def restore(self, skips: Sequence[Array] = ()) -> None:  # noqa: ARG002
         """Write the copies back."""
+        advice = "It has become so since the scaler was made, and is not put back: let it be written, and call update()"
         for array, copy in zip(self._arrays, self._copies, strict=True):
-            array[...] = copy
+            _write(array, copy, advice)
+
+
+def _write(array: Any, values: Array, advice: str) -> None:
+    """Write values to an array; InvalidTypeError, with what to do, for one that cannot be written."""
+    try:
+        array[...] = values
+    except Exception as error:
+        raise wrong_type(array, "hold", HOLDABLE, f": {error}. {advice}") from error

@@ -507,6 +507,38 @@ def test_arrays_that_the_program_writes_are_put_back_if_a_step_is_skipped(arrays
         arrays.assert_array(average, [3.0 if value == 3.0 else 1.0] * 2)
 
 
+@pytest.mark.parametrize("odd", range(2))
+@pytest.mark.parametrize("kind", [StepGuard, gradscale.ShardedGradScaler])
+def test_an_array_that_can_no_longer_be_written_is_named_and_put_back_once_it_can_be(kind, odd: int):
+    def train(group) -> tuple:
+        average, optimizer = np.zeros(2), Tree()
+        scaler = kind(group=group, hold=average)
+
+        def end() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        for gradient in (1.0, math.nan, 1.0):
+            average += 1.0
+            optimizer.grads = [np.float32([gradient])]
+            scaler.scale(np.float32(1.0))
+            if group.rank == odd and math.isnan(gradient):
+                average.flags.writeable = False
+                said = (
+                    r"hold must be .* got array\(\[2., 2.\]\) .*read-only\. It has .*: let it be written, and call upd"
+                )
+                with pytest.raises(InvalidTypeError, match=said):
+                    end()
+                average.flags.writeable = True
+                scaler.update()
+            else:
+                end()
+        return average.tolist(), scaler.counts(), optimizer.steps, scaler.last_step(optimizer).iteration
+
+    counts = {"taken": 2, "overflow": 1, "spike": 0, "refused": 0}
+    assert run_ranks(2, train) == [([2.0, 2.0], counts, 2, 3)] * 2
+
+
 @pytest.mark.parametrize("hold", [3.0, np.float32(1.0), {"mean": np.zeros(2)}, [[np.zeros(2)]]], ids=str)
 def test_what_cannot_be_written_in_place_is_not_held(hold: object):
     with pytest.raises(InvalidTypeError, match="hold must be a module of torch, an array that can be written in place"):
