@@ -14,7 +14,7 @@ from gradscale.core.backend import Backend
 from gradscale.core.gradients import UNSCALING, Collected, Request, UserNorm, named_gradients
 from gradscale.core.protocols import Array, Collectives, Optimizer
 from gradscale.core.summaries import sum_of_bits
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidValueError, reading
 from gradscale.scaler.agreement import exchange_over
 from gradscale.scaler.claim import Purpose, Reason
 from gradscale.scaler.collaborators import Collaborators
@@ -85,7 +85,9 @@ def collect(
         if norm is None:
             gradients = parts.current.adapter.collect(optimizer, request)
         else:
-            gradients = _norm_alone(parts, optimizer, value_of(norm), divides=request.divides)
+            with reading("norm"):
+                norm = value_of(norm)
+            gradients = _norm_alone(parts, optimizer, norm, divides=request.divides)
         checksum = _comparison(parts, optimizer, groups, gradients) if has_dropped else ""
     except Exception:
         messages.tell_of_failure(optimizer)

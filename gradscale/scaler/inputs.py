@@ -37,7 +37,11 @@ def checked_inputs(
     if loss is None and norm is None and batch is None:
         return None
     arguments = {"loss": loss, "norm": norm, "batch": batch}
-    checked = StepInputs(_checked_value("loss", loss), _checked_value("norm", norm), _checked_batch(batch))
+    checked = StepInputs(
+        None if loss is None else checked_value("loss", loss),
+        None if norm is None else checked_value("norm", norm),
+        _checked_batch(batch),
+    )
     kind = type(optimizer)
     if kind not in _names:
         parameters: Iterable[str] = ()
@@ -48,10 +52,11 @@ def checked_inputs(
     return checked
 
 
-def _checked_value(name: str, value: Any) -> Array | float | None:
+def checked_value(name: str, value: Any) -> Array | float:
+    """Return a loss or a norm of this step; InvalidTypeError for another thing."""
     # The parts of a DTensor are on the ranks.
     whole = getattr(value, "full_tensor", None)
-    return None if value is None else checked_loss(value if whole is None else whole(), f"{name} {_A_VALUE}")
+    return checked_loss(value if whole is None else whole(), f"{name} {_A_VALUE}")
 
 
 def _checked_batch(batch: Any) -> Batch:

@@ -12,6 +12,7 @@ from array_api_compat import is_array_api_obj
 from gradscale.core.gradients import Findings
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.snapshot import Snapshot
+from gradscale.core.validation import wrong_type
 from gradscale.errors import InvalidValueError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import Flags, LossFault, Purpose, Reason, Verdict
@@ -53,7 +54,7 @@ class Judge:
     def keeps(self, owner: object, loss: Array | float) -> bool:
         """Tell whether the loss of a micro-batch is finite on all ranks, and count it: one message and one read."""
         snapshots, groups = self._parts.snapshots, self._parts.agreement.usable_groups()
-        value = value_of(loss if isinstance(loss, float) else self._parts.current.backend_for(loss).values_of(loss))
+        value = value_of(self._local(loss))
         is_kept = self._is_finite_on_all(groups, owner, loss, value) if groups else math.isfinite(float(value))
         kept, dropped, *_ = MicroBatches() if self.micro_batches.stepped else self.micro_batches
         self.micro_batches = MicroBatches(kept + is_kept, dropped + (not is_kept), not is_kept)
@@ -84,9 +85,14 @@ class Judge:
     def add_losses(self, losses: Iterable[Array | float]) -> None:
         """Add losses, by whose mean the next optimizer is judged."""
         for loss in losses:
-            value = loss if isinstance(loss, float) else self._parts.current.backend_for(loss).values_of(loss)
-            if value is not None:
-                self.losses = self.losses.plus(value)
+            self.losses = self.losses.plus(self._local(loss))
+
+    def _local(self, loss: Array | float) -> Array | float:
+        """Return a loss as it is on this rank; InvalidTypeError if it has no value there."""
+        value = loss if isinstance(loss, float) else self._parts.current.backend_for(loss).values_of(loss)
+        if value is None:
+            raise wrong_type(loss, "loss", "a number or an array that has a value")
+        return value
 
     def check_values(
         self, guard: Guard, progress: Progress, optimizer: Optimizer, max_norm: float | None, *, is_alone: bool

@@ -34,7 +34,7 @@ from gradscale.scaler.diagnosis.diagnose import Diagnosis
 from gradscale.scaler.diagnosis.look import DiagnosisOptions
 from gradscale.scaler.diagnosis.report import OverflowReport
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
-from gradscale.scaler.inputs import Batch, checked_inputs
+from gradscale.scaler.inputs import Batch, checked_inputs, checked_value
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.judge import MicroBatches
 from gradscale.scaler.mistakes import Mistakes
@@ -57,7 +57,6 @@ from gradscale.scaler.update import Update, iteration_after_load
 
 _Outputs = TypeVar("_Outputs")
 
-_A_MICRO_LOSS = "loss must be a number or a real floating array of one element"
 _A_LOSS = "loss must be a number, a real floating array of one element, or False for none"
 # The policy of guards, and of clipping without a scaler: a scale of 1 for good.
 _ONE = StaticScale(1.0)
@@ -1000,7 +999,7 @@ class StepGuard(ShardedGradScaler):
         >>> [guard.keeps(loss) for loss in (0.5, float("nan"), 0.75)], guard.kept
         ([True, False, True], 2)
         """
-        value = checked_loss(loss, _A_MICRO_LOSS)
+        value = checked_value("loss", loss)
         if not self._enabled:
             self._iteration.judge.micro_batches = MicroBatches(self.kept + 1)
             return True

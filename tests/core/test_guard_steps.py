@@ -164,6 +164,25 @@ def test_values_of_other_libraries_and_dtypes_are_taken():
         assert (report.reason, report.norm, report.loss) == ("stepped", 2.0, 2.0)
 
 
+@pytest.mark.torch
+def test_a_loss_without_a_value_and_a_norm_that_cannot_be_read_are_refused_and_the_guard_goes_on():
+    import torch
+
+    guard, optimizer, nothing = StepGuard(skip=RULE), Tree([torch.ones(3)]), torch.ones((), device="meta")
+    for call in (
+        lambda: guard.step(optimizer, loss=nothing),
+        lambda: guard.keeps(nothing),
+        lambda: guard.scale(torch.ones(()), loss=nothing),
+        lambda: guard.step(optimizer, norm=torch.ones(1).to_sparse(), loss=1.0),
+    ):
+        with pytest.raises(
+            InvalidTypeError, match=r"loss must be a number or an array that has a value|norm cannot be r"
+        ):
+            call()
+    guard.step(optimizer, loss=1.0)
+    assert guard.counts()["taken"] == optimizer.steps == 1
+
+
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
 def test_a_norm_that_is_none_skips_the_step(arrays: Library, norm: float):
     """DeepSpeed gives -1 for a norm that is not finite."""
