@@ -72,14 +72,19 @@ class Iteration:
             self.messages.read_late()
         return progress
 
-    def begin_step(self, optimizer: Optimizer, *, by_closure: bool) -> Progress:
+    def begin_step(self, optimizer: Optimizer, inputs: StepInputs | None, *, by_closure: bool) -> Progress:
         """Return an optimizer's progress; CallOrderError if it was stepped, InvalidTypeError if it cannot be."""
         order.require_step(optimizer)
         progress = self.progress_of(optimizer)
         if not progress.stage.is_ready:
             if progress.stage.has_ended or (progress.stage is Stage.OVERTAKEN and not by_closure):
                 order.forbid_step(progress, self.number)
-        elif self.reports.under_way:
+            has_failed = progress.stage is Stage.STEPPING and not by_closure and not progress.is_incomplete
+            if self.parts.is_guard and has_failed and not (inputs and inputs.are_those_of(progress.inputs)):
+                # Of a guard no scale() tells the gradients of another batch from those of the step that has failed.
+                progress.judge_again()
+                progress.inputs = None
+        if progress.stage.is_ready and self.reports.under_way:
             self.messages.read_late()
         return progress
 

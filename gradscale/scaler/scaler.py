@@ -941,6 +941,10 @@ class StepGuard(ShardedGradScaler):
     Each ``step`` does what ``update`` does for a scaler, and so raises its errors, unless an optimizer that was
     unscaled is still to be stepped. A loss that ``scale`` was given is then that of other optimizers, too.
 
+    If ``optimizer.step`` itself raises, a ``step`` with the same ``loss``, ``norm`` and ``batch`` makes that step
+    again, and any other is one of another batch: the gradients are judged anew, and if only some ranks do so, the
+    ranks differ.
+
     Examples
     --------
     >>> import gradscale, numpy as np

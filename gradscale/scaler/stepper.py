@@ -60,7 +60,7 @@ class Step:
         iteration, optimizer = self.iteration, self.optimizer
         stepping = iteration.current.adapter.stepping
         own = None if stepping is None else stepping(self)
-        progress = self.progress = iteration.begin_step(optimizer, by_closure=self.closure is not None)
+        progress = self.progress = iteration.begin_step(optimizer, self._inputs, by_closure=self.closure is not None)
         if self._inputs is not None:
             iteration.set_inputs(progress, self._inputs, has_closure=self.closure is not None)
         if self.closure is not None:

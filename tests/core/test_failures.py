@@ -357,6 +357,28 @@ def test_a_failed_step_can_be_made_again_but_not_with_the_gradients_of_another_l
     assert [one.tolist() for one in optimizer.seen[0]] == [[1.0] * 3]
 
 
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "both"])
+@pytest.mark.parametrize("goes_on", [False, True], ids=["the same step", "the next batch"])
+def test_after_a_failed_step_of_a_guard_the_next_batch_is_judged_and_the_same_step_is_made(goes_on: bool, failing):
+    def train(group) -> object:
+        guard, optimizer = gradscale.StepGuard(group=group), Failing([np.ones(3, np.float32)])
+        optimizer.fails, loss = group.rank in failing, np.float32(1.0)
+        with pytest.raises(MemoryError) if optimizer.fails else contextlib.nullcontext():
+            guard.step(optimizer, loss=loss)
+        is_late, optimizer.fails = optimizer.fails, False
+        if goes_on:
+            optimizer.grads = [np.full(3, math.nan, np.float32)]
+            with pytest.raises(gradscale.ScaleDesyncError) if len(failing) == 1 else contextlib.nullcontext():
+                guard.step(optimizer, loss=np.float32(1.0))
+            return optimizer.steps + is_late, guard.last_step(optimizer).reason if len(failing) == 2 else "differ"
+        if is_late:
+            guard.step(optimizer, loss=loss)
+        guard.step(optimizer)
+        return optimizer.steps, guard.counts()["taken"]
+
+    assert run_ranks(2, train) == [((1, "overflow" if len(failing) == 2 else "differ") if goes_on else (2, 2))] * 2
+
+
 def test_a_step_with_a_closure_is_judged_anew_when_it_is_made_again_after_a_failure():
     scaler, optimizer = GradScaler(skip=gradscale.SkipSpikes(window=8, min_values=4, of="loss")), Failing()
     losses = iter([1.0] * 5 + [9.0])
