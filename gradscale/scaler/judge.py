@@ -85,7 +85,10 @@ class Judge:
     def add_losses(self, losses: Iterable[Array | float]) -> None:
         """Add losses, by whose mean the next optimizer is judged."""
         for loss in losses:
-            self.losses = self.losses.plus(self._local(loss))
+            value = self._local(loss)
+            # Of a DTensor another rank may have the one element.
+            if isinstance(value, float) or math.prod(value.shape):
+                self.losses = self.losses.plus(value)
 
     def _local(self, loss: Array | float) -> Array | float:
         """Return a loss as it is on this rank; InvalidTypeError if it has no value there."""
