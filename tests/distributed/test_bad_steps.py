@@ -148,7 +148,7 @@ def test_the_loss_of_a_step_needs_a_group_in_a_world_of_several_ranks(gloo):
 
 
 def split_loss(group, by: str, said: str):
-    """Give a guard a loss of which one rank has the element, and the others nothing."""
+    """Give a guard a loss or a norm of which one rank has the element, and the others nothing."""
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -157,20 +157,21 @@ def split_loss(group, by: str, said: str):
     mesh = init_device_mesh("cpu", (rank_and_size(group)[1],))
     guard, weight = gradscale_torch.StepGuard(skip=RULE, timeout=60.0), torch.nn.Parameter(torch.ones(3))
     optimizer, reasons = torch.optim.SGD([weight], lr=0.5), []
-    for value in (1.0, 1.0, 1.0, 1.0, math.nan if by == "keeps" else 50.0, 1.0):
+    for value in (1.0, 1.0, 1.0, 1.0, math.nan if by in ("keeps", "norm") else 50.0, 1.0):
         loss = distribute_tensor(torch.tensor([value]), mesh, [Shard(0)])
         weight.grad = torch.ones(3)
-        if by != "step":
+        if by in ("scale", "keeps"):
             getattr(guard, by)(loss)
-        guard.step(optimizer, **({"loss": loss} if by == "step" else {}))
+        guard.step(optimizer, **({"loss": 1.0, by: loss} if by in ("loss", "norm") else {}))
         reasons.append(guard.last_step(optimizer).reason)
     assert reasons == ["stepped"] * 4 + [said, "stepped"]
 
 
 @pytest.mark.torch
 @pytest.mark.tier("ranks")
-def test_a_loss_that_one_rank_has_is_judged_on_all(gloo):
-    agree(gloo, split_loss, [("scale", "spike"), ("step", "spike"), ("keeps", "refused")])
+def test_a_loss_or_a_norm_that_one_rank_has_is_judged_on_all(gloo):
+    cases = [("scale", "spike"), ("loss", "spike"), ("keeps", "refused"), ("norm", "overflow")]
+    agree(gloo, split_loss, cases)
 
 
 def normed(group, bad_rank: int, kind: str):
