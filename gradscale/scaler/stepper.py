@@ -156,7 +156,7 @@ class Step:
         if is_closure:
             msg = (
                 f"a closure must be a function, got {short_repr(candidate)}: call step(optimizer); a loss goes to "
-                f"scale()"
+                f"scale(), or is given by name, as loss="
             )
             raise InvalidTypeError(msg)
         return None
