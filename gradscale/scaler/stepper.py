@@ -140,7 +140,8 @@ class Step:
         except TypeError as mismatch:
             msg = (
                 f"{type(self.optimizer).__name__}.step() is called without arguments, but for those that follow the "
-                f"optimizer in step(optimizer, ...), got {mismatch}: let it read the gradients from .grads"
+                f"optimizer in step(optimizer, ...), got {str(mismatch).removeprefix('got ')}: let it read the "
+                f"gradients from .grads; step() itself takes loss=, norm= and batch="
             )
             raise InvalidTypeError(msg) from error
 

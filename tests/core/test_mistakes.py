@@ -316,10 +316,14 @@ def test_a_step_that_takes_gradients_is_told_of_and_errors_of_its_own_stay(kind)
         scaler.scale(np.float32(1.0))
         return scaler.step(optimizer, *args, **kwargs)
 
-    said = r"Handwritten\.step\(\) is called without arguments, .*got {}: let it read the gradients from \.grads$"
-    for args, wrong in (((), "missing .*'grads'"), ((1, 2, 3), "too many.*")):
+    said = r"Handwritten\.step\(\) is called without arguments, .*got {}: let it .* from \.grads; .* takes loss="
+    for args, options, wrong in (
+        ((), {}, "missing .*'grads'"),
+        ((1, 2, 3), {}, "too many.*"),
+        (("a",), {"losses": 1.0}, "an unexpected .*'losses'"),
+    ):
         with pytest.raises(gradscale.InvalidTypeError, match=said.format(wrong)):
-            step(*args)
+            step(*args, **options)
     assert step("a") == "a"
     scaler = kind()
     scaler.scale(np.float32(1.0))
