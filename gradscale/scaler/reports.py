@@ -284,6 +284,12 @@ def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, ran
 def callbacks_of(name: str, callbacks: object) -> Callbacks[Any]:
     """Return callbacks as a tuple; InvalidTypeError for anything else."""
     sequence = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
-    if isinstance(sequence, (str, bytes)) or not isinstance(sequence, Sequence) or not all(map(callable, sequence)):
-        raise validation.wrong_type(callbacks, name, "a callable that takes a report, or a sequence of these")
+    if (
+        isinstance(sequence, (str, bytes))
+        or not isinstance(sequence, Sequence)
+        # The first report would make an object of a class.
+        or not all(callable(one) and not isinstance(one, type) for one in sequence)
+    ):
+        expected = "a callable that takes a report, such as callbacks.JSONLines(path), or a sequence of these"
+        raise validation.wrong_type(callbacks, name, expected)
     return tuple(sequence)

@@ -129,6 +129,13 @@ def test_each_rank_may_have_its_file_and_other_files_and_folders_that_are_not_th
     assert [read_log(tmp_path / f"log-{rank}.jsonl")[0]["rank"] for rank in (0, 1)] == [0, 1]
 
 
+@pytest.mark.parametrize("name", ["on_skip", "on_update"])
+@pytest.mark.parametrize("wrong", ["log.jsonl", JSONLines, [LogUpdates], [print, 1]], ids=str)
+def test_what_is_no_callback_is_refused_before_the_first_report(name: str, wrong: object):
+    with pytest.raises(InvalidTypeError, match=rf"{name} must be a callable .* such as callbacks.JSONLines"):
+        StepGuard(**{name: wrong})
+
+
 def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path):
     with JSONLines(tmp_path / "log.jsonl") as log:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
