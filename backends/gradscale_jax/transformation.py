@@ -75,7 +75,7 @@ class ScaledOptimizerState(_Stored):
         return self.gradscale_skipped
 
     @property
-    def windows(self) -> SpikeState | None:
+    def windows(self) -> SpikeState[jax.Array] | None:
         """The values that ``skip`` compares with, a row for each of ``skip.of``; None if spikes are not skipped."""
         windows = self.gradscale_windows
         return _rebuild(SpikeState, next(iter(windows.values()), None) if isinstance(windows, dict) else windows)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Generic, Literal, NamedTuple, TypeAlias, overload
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
 from gradscale.core.arithmetic import device, device_kwargs, has_float64, narrowed
-from gradscale.core.protocols import Array, Namespace
+from gradscale.core.protocols import Array, ArrayT, ArrayT_co, Indexable, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
 from gradscale.policies.dynamic import namespace_and_device
 
@@ -22,15 +22,19 @@ _TINY = validation.SMALLEST_NORMAL
 Quantity: TypeAlias = Literal["loss", "norm"]
 
 
-class SpikeState(NamedTuple):
+class SpikeState(NamedTuple, Generic[ArrayT_co]):
     """The values of the last steps, and how many steps in a row were skipped."""
 
-    values: Array
+    values: ArrayT_co
     """1-d float32, the newest last; the first one in the places that are not filled yet."""
-    count: Array
+    count: ArrayT_co  # type: ignore[assignment]  # a tuple has a method of this name
     """How many values there are: 0-d int32."""
-    skipped: Array
+    skipped: ArrayT_co
     """How many steps in a row were skipped for a spike, counted up to the rule's patience: 0-d int32."""
+
+
+# As of a ScaleState: for type checkers alone.
+SpikeState.__bases__ = (tuple,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,12 @@ class SkipSpikes:
         least = max(2, validation.integer("window", window, 2, 2**16) // 2 - 1)
         return cls(window=window, deviations=deviations, min_values=least, learns_from_skipped=True)
 
+    @overload
+    def init(self, like: Indexable[ArrayT]) -> SpikeState[ArrayT]: ...
+
+    @overload
+    def init(self, like: Array = None) -> SpikeState: ...
+
     def init(self, like: Array = None) -> SpikeState:
         """Return a state without values, in the library and on the device of an array."""
         xp, where = namespace_and_device(like)
@@ -156,15 +166,17 @@ class SkipSpikes:
             raise InvalidTypeError(msg)
         return narrowed(value, xp.float32)[..., None]
 
-    def judge(self, state: SpikeState, value: Array) -> Array:
+    def judge(self, state: SpikeState[ArrayT], value: Array) -> ArrayT:
         """Return whether a value is a spike beside those of a state, which is left as it is: 0-d bool. No host read.
 
         ``value`` is 0-d, of any real floating dtype. If all arrays have one more axis in front, several are judged.
         """
-        values, xp = state.values, array_namespace(state.values)
+        (values, count, _), xp = _arrays_of(state), array_namespace(state.values)
         x = self._column(xp, state, value)
+        is_spike: ArrayT
         if self.above is not None:
-            return xp.logical_not(xp.logical_and(xp.isfinite(x), x <= self.above))[..., 0]
+            is_spike = xp.logical_not(xp.logical_and(xp.isfinite(x), x <= self.above))[..., 0]
+            return is_spike
         is_wide = has_float64(xp, device(values))
         dtype = xp.float64 if is_wide else xp.float32
         values, wide = xp.astype(values, dtype), xp.astype(x, dtype)
@@ -176,7 +188,7 @@ class SkipSpikes:
             # Divided by the greatest, they have squares that fit.
             unit = xp.max(xp.abs(apart), axis=-1, keepdims=True) + _TINY
             apart = apart / unit
-        count = state.count[..., None]
+        count = count[..., None]
         number = xp.astype(count, dtype)
         total = xp.sum(apart, axis=-1, keepdims=True)
         # Adding _TINY changes no number but 0. Rounding may leave the sum below 0.
@@ -189,17 +201,18 @@ class SkipSpikes:
         deviation = xp.sqrt(squares / (number - 1.0 + _TINY))
         bound = (deviation if unit is None else deviation * unit) * self.deviations
         is_usual = xp.logical_and(_is_finite(x), far <= bound)
-        return xp.logical_and(count >= self.min_values, xp.logical_not(is_usual))[..., 0]
+        is_spike = xp.logical_and(count >= self.min_values, xp.logical_not(is_usual))[..., 0]
+        return is_spike
 
-    def learn(self, state: SpikeState, value: Array, *, skipped: Array | bool) -> SpikeState:
+    def learn(self, state: SpikeState[ArrayT], value: Array, *, skipped: Array | bool) -> SpikeState[ArrayT]:
         """Return the state after a step that was skipped for a spike or not (``skipped``: 0-d bool). No host read.
 
         Over ranks ``skipped`` is what they agreed on, so that all learn from the same steps. NaN for ``value`` leaves
         the values as they are: give it for a step that was skipped for another reason. A Python bool spares work.
         """
-        values, xp = state.values, array_namespace(state.values)
+        (values, count, run), xp = _arrays_of(state), array_namespace(state.values)
         x = self._column(xp, state, value)
-        count, run = state.count[..., None], state.skipped[..., None]
+        count, run = count[..., None], run[..., None]
         is_value = _is_finite(x)
         enters, new_run = is_value, run * xp.astype(xp.logical_not(is_value), xp.int32)
         if skipped is not False:
@@ -213,6 +226,10 @@ class SkipSpikes:
         entered = xp.where(count == 0, x, xp.concat([values[..., 1:], x], axis=-1))
         more = xp.astype(xp.logical_and(enters, count < self.window), xp.int32)
         return SpikeState(xp.where(enters, entered, values), (count + more)[..., 0], new_run[..., 0])
+
+
+def _arrays_of(state: SpikeState) -> tuple[Array, Array, Array]:
+    return state
 
 
 def _is_finite(x: Array) -> Array:
