@@ -383,8 +383,7 @@ def _require_alive(group: dist.ProcessGroup) -> None:
 def _of_mesh(mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup:
     world = default_group()
     if world is None:
-        msg = f"group must belong to the present world, got {mesh!r}, a mesh of a destroyed world: make it anew"
-        raise InvalidValueError(msg)
+        raise wrong_value(mesh, "group", "of the present world", ", a mesh of a destroyed world: make it anew")
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     if dist.get_rank() not in ranks:
         advice = f" on rank {dist.get_rank()} of the world: construct the scaler on the mesh's ranks only"

@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from gradscale.errors import CallOrderError, InvalidTypeError
+from gradscale.core.validation import wrong_type
+from gradscale.errors import CallOrderError
 from gradscale.extras import needs
 from gradscale.scaler.progress import Stage
 from gradscale.scaler.reports import StepReport
@@ -56,10 +57,7 @@ class MixedPrecision(TrainersMixedPrecision):
     scaler: GradScaler | None
 
     def __init__(
-        self,
-        precision: Precision = "16-mixed",
-        device: str = "cuda",
-        scaler: GradScaler | None = None,
+        self, precision: Precision = "16-mixed", device: str = "cuda", scaler: GradScaler | None = None
     ) -> None:
         super().__init__("bf16-mixed" if precision == "32-true" else precision, device)
         # Lightning's own refuses one for any but float16.
@@ -120,10 +118,7 @@ class FabricMixedPrecision(FabricsMixedPrecision):
     scaler: GradScaler | None
 
     def __init__(
-        self,
-        precision: Precision = "16-mixed",
-        device: str = "cuda",
-        scaler: GradScaler | None = None,
+        self, precision: Precision = "16-mixed", device: str = "cuda", scaler: GradScaler | None = None
     ) -> None:
         super().__init__("bf16-mixed" if precision == "32-true" else precision, device)
         self.precision, self.scaler = precision, _scaler_for(precision, device, scaler)
@@ -200,8 +195,7 @@ def _scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradS
         return GradScaler(device) if precision == "16-mixed" else None
     wanted = GradScaler if precision == "16-mixed" else StepGuard
     if not isinstance(scaler, wanted):
-        msg = f"scaler must be a {wanted.__name__} of gradscale_torch for {precision!r}, got {scaler!r}"
-        raise InvalidTypeError(msg)
+        raise wrong_type(scaler, "scaler", f"a {wanted.__name__} of gradscale_torch for {precision!r}")
     return scaler
 
 

@@ -348,9 +348,7 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
 def namespace_and_device(like: Array) -> tuple[Namespace, object]:
     """Return the namespace and the ``device=`` for a state beside an array; InvalidTypeError for anything else."""
     if not is_array_api_obj(like):
-        got = short_repr(like)
-        msg = f"like must be an array, beside which the state is made, got {got}: such as init(params['w'])"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(like, "like", "an array, such as params['w'], beside which the state is made")
     return array_namespace(like), registry.backend_for(like).placement(like)
 
 

@@ -52,13 +52,12 @@ def _preset(**defaults: object) -> Callable[[Callable[_P, DynamicScale]], Callab
         @functools.wraps(rule)
         def preset(*args: _P.args, **kwargs: _P.kwargs) -> DynamicScale:
             try:
-                signature.bind(*args, **kwargs)
+                bound = signature.bind(*args, **kwargs)
             except TypeError as error:
                 msg = f"presets.{rule.__name__}: {error}; it has {', '.join(signature.parameters)}"
                 raise InvalidTypeError(msg) from None
-            for name, default in defaults.items():
-                kwargs.setdefault(name, default)
-            return rule(*args, **kwargs)
+            bound.apply_defaults()
+            return rule(*bound.args, **bound.kwargs)
 
         vars(preset)["__signature__"] = signature
         return preset
@@ -323,8 +322,7 @@ def named(name: str, /, **settings: object) -> DynamicScale:
     (3, 1.0)
     """
     if not isinstance(name, str):
-        msg = f"the name of a preset must be a str, got {short_repr(name)} of type {type(name).__name__}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(name, "the name of a preset", "a str")
     if name not in _PRESETS:
         raise InvalidValueError(_unknown(name))
     parameters = inspect.signature(_PRESETS[name]).parameters

@@ -11,7 +11,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import validation
 from gradscale.core.arithmetic import device, device_kwargs, has_float64, narrowed
 from gradscale.core.protocols import Array, ArrayT, ArrayT_co, Indexable, Namespace
-from gradscale.errors import InvalidTypeError, InvalidValueError, short_repr
+from gradscale.errors import InvalidValueError
 from gradscale.policies.dynamic import namespace_and_device
 
 STANDARD_FUNCTIONS = ("abs", "max", "sqrt", "sum")
@@ -162,8 +162,7 @@ class SkipSpikes:
             )
             raise InvalidValueError(msg)
         if not is_array_api_obj(value):
-            msg = f"a value must be an array, 0-d, beside those of the state, got {short_repr(value)}"
-            raise InvalidTypeError(msg)
+            raise validation.wrong_type(value, "a value", "an array, 0-d, beside those of the state")
         return narrowed(value, xp.float32)[..., None]
 
     def judge(self, state: SpikeState[ArrayT], value: Array) -> ArrayT:

@@ -52,8 +52,7 @@ def every_rank(callback: Callable[[_Report], object]) -> Callable[[_Report], obj
     True
     """
     if not callable(callback):
-        msg = f"callback must be a callable that takes a report, got {callback!r}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(callback, "callback", "a callable that takes a report")
     call = functools.partial(callback)
     call.every_rank = True  # type: ignore[attr-defined]
     return call
@@ -91,8 +90,7 @@ class LogUpdates:
         summary_every: int = 0,
     ) -> None:
         if logger is not None and not isinstance(logger, (logging.Logger, logging.LoggerAdapter)):
-            msg = f"logger must be a logging.Logger, such as logging.getLogger(__name__), got {logger!r}"
-            raise InvalidTypeError(msg)
+            raise validation.wrong_type(logger, "logger", "a logging.Logger, such as logging.getLogger(__name__)")
         self._logger = logger or logging.getLogger("gradscale")
         self._level = validation.integer("level", level, 0, validation.LARGEST_INT32)
         self._skip_level = validation.integer("skip_level", skip_level, 0, validation.LARGEST_INT32)
@@ -201,8 +199,8 @@ class TensorBoard:
 
     def __init__(self, writer: SummaryWriter, prefix: str = "gradscale/", *, window: int = 1000) -> None:
         if not callable(getattr(writer, "add_scalar", None)):
-            msg = f"writer must have add_scalar(tag, value, step), as torch's SummaryWriter() has, got {writer!r}"
-            raise InvalidTypeError(msg)
+            expected = "an object with add_scalar(tag, value, step), such as torch's SummaryWriter()"
+            raise validation.wrong_type(writer, "writer", expected)
         self._writer = writer
         self._prefix = prefix
         self._recent = collections.deque[bool](maxlen=validation.integer("window", window, 1, validation.LARGEST_INT32))
@@ -346,8 +344,7 @@ def _explained(kind: type[Exception], what: str, advice: str = "") -> Iterator[N
 def _as_text(path: object) -> str:
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(where, str):
-        msg = f"path must be a str or os.PathLike, got {short_repr(path)} of type {type(path).__name__}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(path, "path", "a str or os.PathLike")
     return where
 
 
@@ -484,8 +481,7 @@ def read_bad_batches(path: str | os.PathLike[str], *, times: int = 1) -> list[in
             batches = iterations[run, row["iteration"], by].setdefault(row["rank"], {})
             batches |= dict.fromkeys(one for one in (batch if isinstance(batch, list) else [batch]) if one is not None)
         except (KeyError, TypeError) as error:
-            msg = f"line {row['line']} must be a row of BadBatches, got {short_repr(row)}"
-            raise InvalidValueError(msg) from error
+            raise validation.wrong_value(row, f"line {row['line']}", "a row of BadBatches") from error
     counts = collections.Counter[tuple[int, int | str]]()
     for ranks in iterations.values():
         for rank, batches in ranks.items() if len(ranks) == 1 else ():

@@ -126,8 +126,7 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
     """
     runs = list(results) if isinstance(results, Iterable) else [results]
     if not runs or not all(isinstance(run, Simulation) for run in runs):
-        msg = f"results must be at least one Simulation, as simulate() returns, got {short_repr(results)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(results, "results", "at least one Simulation, as simulate() returns")
     figure, axes = _panels([1] * len(runs), 3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
     for ax, run in zip(axes, runs, strict=True):
         share = _draw_scale(ax, range(1, run.steps + 1), run.scale, ["x" if skipped else "" for skipped in run.skipped])

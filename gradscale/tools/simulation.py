@@ -142,8 +142,7 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
 def _checked(values: object, wanted: str, check: Callable[[str, object], _Checked], name: str) -> list[_Checked]:
     """Return the values of a trace, each checked under its name and number."""
     if not isinstance(values, Iterable):
-        msg = f"a trace must be an iterable of {wanted}, got {short_repr(values)} of type {type(values).__name__}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(values, "a trace", f"an iterable of {wanted}")
     with reading("a trace"):
         return [check(f"{name} {number}", value) for number, value in enumerate(values, 1)]
 

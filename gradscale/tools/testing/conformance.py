@@ -16,7 +16,7 @@ from gradscale.core.arithmetic import Kind, device_kwargs, kind_of
 from gradscale.core.arithmetic import device as device_of
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Collectives, ScaleState
-from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError, short_repr
+from gradscale.errors import BackendNotAvailableError, GradscaleError
 from gradscale.policies import spikes
 from gradscale.policies.dynamic import DynamicScale
 
@@ -90,8 +90,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     ...     gradscale.testing.check_backend(backend, np.zeros(1), dtypes=[np.float32])  # nothing raised: no difference
     """
     if not isinstance(backend, Backend):
-        msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {short_repr(backend)}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(backend, "backend", "an instance of a class that derives from gradscale.Backend")
     xp, device = array_namespace(like), device_of(like)
     if not hasattr(xp, "__array_namespace_info__"):
         msg = f"{arithmetic.library_name(xp)} must have __array_namespace_info__(), which tells its dtypes, got none"
@@ -371,8 +370,7 @@ def check_library(like: Array) -> None:
     >>> gradscale.testing.check_library(np.zeros(3))
     """
     if not is_array_api_obj(like):
-        msg = f"like must be an array of a library that follows the array API standard, got {like!r}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(like, "like", "an array of a library that follows the array API standard")
     xp = array_namespace(like)
     _require(xp, like)
     for check in (_check_bits, _check_policy, _check_selection, _check_clipping, _check_counts, _check_spikes):

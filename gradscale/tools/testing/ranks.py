@@ -11,7 +11,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
 from gradscale.core.protocols import Array
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, short_repr
+from gradscale.errors import GradscaleError, InvalidValueError
 from gradscale.waiting import GroupWait
 
 _Result = TypeVar("_Result")
@@ -73,8 +73,7 @@ class ThreadCollectives:
         arrays differ in library, shape or dtype.
         """
         if not is_array_api_obj(x):
-            msg = f"what is reduced must be an array, got {short_repr(x)} of type {type(x).__name__}"
-            raise InvalidTypeError(msg)
+            raise validation.wrong_type(x, "what is reduced", "an array")
         world, position = self._world, self.calls
         self.calls += 1
         with world.lock:
@@ -141,8 +140,7 @@ def run_ranks(
     """
     size = validation.integer("size", size, 1, validation.LARGEST_INT32)
     if not callable(function):
-        msg = f"function must be callable, got {short_repr(function)} of type {type(function).__name__}"
-        raise InvalidTypeError(msg)
+        raise validation.wrong_type(function, "function", "callable")
     seconds = validation.timeout(timeout)
     world = _World(size)
     results: list[Any] = [None] * size
