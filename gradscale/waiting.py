@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -121,6 +122,7 @@ def require_message(x: _Array) -> None:
 _give_up_reasons: dict[Hashable, str] = {}
 
 
+@dataclasses.dataclass(eq=False)
 class GroupWait:
     """How one rank waits for the others of a group.
 
@@ -129,35 +131,24 @@ class GroupWait:
     has a hash; ``describe`` returns the text of a library's exception; ``on_give_up`` is called with it, once.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        *,
-        library: str,
-        timeout: float,
-        refusal: str,
-        rank: int,
-        size: int,
-        describe: Callable[[Exception], str] = str,
-        on_give_up: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        self.group = group
-        self.rank = rank
-        self.size = size
-        self._library = library
-        self._timeout = timeout
-        self._refusal = refusal
-        self.describe = describe
-        self.on_give_up = on_give_up
-        self._process = os.getpid()
+    group: Any
+    _: dataclasses.KW_ONLY
+    library: str
+    timeout: float
+    refusal: str
+    rank: int
+    size: int
+    describe: Callable[[Exception], str] = str
+    on_give_up: Callable[[BaseException], None] | None = None
+    process: int = dataclasses.field(default_factory=os.getpid, init=False)
 
     def require_usable(self) -> None:
         """Raise BackendError when the group was given up, with the reason, or belongs to the parent process."""
-        if self._process != os.getpid():
+        if self.process != os.getpid():
             # The ranks cannot tell the messages of a child after fork from its parent's.
-            forbid_forked(self._library, f"rank {self.rank} of {self.size} is process {self._process}")
+            forbid_forked(self.library, f"rank {self.rank} of {self.size} is process {self.process}")
         if _give_up_reasons and self.group in _give_up_reasons:
-            msg = f"{self._refusal}. It was given up for: {_give_up_reasons[self.group]}"
+            msg = f"{self.refusal}. It was given up for: {_give_up_reasons[self.group]}"
             raise BackendError(msg)
 
     def give_up(self, error: BaseException) -> None:
@@ -170,7 +161,7 @@ class GroupWait:
     def failure(self, error: Exception) -> BackendError:
         """Give the group up for an exception of the library, and return the error to raise from it."""
         where = f"rank {self.rank} of {self.size}"
-        text = f"{self._library} failed on {where} while the ranks agreed on a step: {self.describe(error)}"
+        text = f"{self.library} failed on {where} while the ranks agreed on a step: {self.describe(error)}"
         failure = BackendError(text)
         self.give_up(failure)
         return failure
@@ -198,11 +189,11 @@ class GroupWait:
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """Let waits end after some seconds, if not before."""
-        timeout, self._timeout = self._timeout, min(self._timeout, seconds)
+        timeout, self.timeout = self.timeout, min(self.timeout, seconds)
         try:
             yield
         finally:
-            self._timeout = timeout
+            self.timeout = timeout
 
     def until(
         self,
@@ -213,8 +204,8 @@ class GroupWait:
     ) -> None:
         """Poll until something is done; CollectiveTimeoutError when the time is over."""
         wait = functools.partial(poll, is_done, longest_pause=longest_pause)
-        if not wait_and_tell(wait, self._timeout, self.rank, self.size, operation):
-            raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
+        if not wait_and_tell(wait, self.timeout, self.rank, self.size, operation):
+            raise CollectiveTimeoutError(self.rank, self.size, self.timeout, operation=operation)
 
 
 class DeviceCommunicator(Protocol):
