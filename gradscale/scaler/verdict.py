@@ -311,7 +311,7 @@ class PendingVerdict:
         # Zeros that nobody has scaled are those of a host that loads an optimizer.
         if not flags.scaled and flags.presence == Presence.ZEROS and (verdict is not None or not self.groups):
             return None
-        if verdict is not None and verdict.reason in claims.KEEPS_SCALE:
+        if verdict is not None and verdict.reason and verdict.reason in claims.KEEPS_SCALE:
             return None
         if verdict is not None and self.override is None and isinstance(self._count, int):
             return verdict.nonfinite
