@@ -85,16 +85,20 @@ def collect(
         if norm is None:
             gradients = parts.current.adapter.collect(optimizer, request)
         else:
-            with reading("norm"):
-                norm = value_of(norm)
             gradients = _norm_alone(parts, optimizer, norm, divides=request.divides)
         checksum = _comparison(parts, optimizer, groups, gradients) if has_dropped else ""
     except Exception:
         messages.tell_of_failure(optimizer)
         raise
-    if has_dropped and micro_batches.ends_dropped and micro_batches.kept and gradients.groups:
-        wrong_order(DROPPED_DTENSORS, messages.iteration)
+    if has_dropped:
+        _forbid_dropped_dtensors(messages, micro_batches, gradients)
     return Collection(gradients, groups or gradients.groups, request.max_norm, checksum)
+
+
+def _forbid_dropped_dtensors(messages: Messages, micro_batches: MicroBatches, gradients: Collected) -> None:
+    """Raise CallOrderError for DTensors of which the last micro-batch, which may reduce them, was dropped."""
+    if micro_batches.ends_dropped and micro_batches.kept and gradients.groups:
+        wrong_order(DROPPED_DTENSORS, messages.iteration)
 
 
 def _clipping_of_step(messages: Messages, optimizer: Optimizer, *, divides: bool, has_groups: bool) -> Request:
@@ -106,6 +110,8 @@ def _clipping_of_step(messages: Messages, optimizer: Optimizer, *, divides: bool
 
 def _norm_alone(parts: Collaborators, optimizer: Optimizer, norm: Array | float, *, divides: bool) -> UserNorm:
     """Return a norm that stands for gradients that are not looked at."""
+    with reading("norm"):
+        norm = value_of(norm)
     adapter = parts.current.adapter
     groups = adapter.groups_of(optimizer)
     is_read = parts.agreement.is_alone and not groups and divides and adapter.reads_verdict(optimizer)

@@ -39,9 +39,8 @@ class Update:
         self._iteration, current = iteration, iteration.current
         if iteration.agreement.standing.failure is not None:
             raise iteration.agreement.standing.failure
-        for progress in iteration.progresses.all if new_scale is None else ():
-            if progress.refused and progress.stage.is_ready:
-                self._forbid_refusal_left(progress.refused)
+        if new_scale is None:
+            self._forbid_refusals_left()
         wanted = None if new_scale is None else checked_scale(new_scale, current.policy)
         pending, verdicts = iteration.read_verdicts()
         lowered = iteration.scaling.lowered
@@ -65,15 +64,18 @@ class Update:
         else:
             self._adapt(pending)
 
-    def _forbid_refusal_left(self, reason: Reason) -> None:
+    def _forbid_refusals_left(self) -> None:
         """Raise CallOrderError for an optimizer that was refused, and not stepped; that of a guard comes later."""
         iteration = self._iteration
-        if not (iteration.parts.is_guard and iteration.progresses.are_over()):
-            wrong_order(
-                f"{PROGRAM_CALLS[reason]} was called for an optimizer that was neither unscaled nor stepped: call "
-                f"step() of the same object, which then makes no step, or end the iteration with update(get_scale())",
-                iteration.number,
-            )
+        for progress in iteration.progresses.all:
+            is_left = progress.refused and progress.stage.is_ready
+            if is_left and not (iteration.parts.is_guard and iteration.progresses.are_over()):
+                wrong_order(
+                    f"{PROGRAM_CALLS[progress.refused]} was called for an optimizer that was neither unscaled nor "
+                    "stepped: call step() of the same object, which then makes no step, or end the iteration with "
+                    "update(get_scale())",
+                    iteration.number,
+                )
 
     def _forbid(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""

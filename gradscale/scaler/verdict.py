@@ -104,11 +104,7 @@ class PendingVerdict:
         if claim is not None:
             self._send(agreement, flags, claim)
         elif findings.scale is not None and self._is_on_host(flags):
-            if current.state_adapter.is_shared and not 0.0 < findings.scale < math.inf:
-                current.require_possible(findings.scale)
-            if self._count and current.at_min_scale(state) is True:
-                flags = flags._replace(limits=flags.limits + 1)
-            self.verdict = self._with_values(claims.verdict_from(flags, self._count, findings.scale))
+            self.verdict = self._decide(flags, findings.scale)
         else:
             self._sent = self._pack_alone(flags)
 
@@ -120,6 +116,16 @@ class PendingVerdict:
         placeholder = cls(current, agreement, findings, state, Flags(presence=Presence.NONE))
         placeholder.is_placeholder = True
         return placeholder
+
+    def _decide(self, flags: Flags, scale: float) -> Verdict:
+        """Return the verdict of a process that decides alone, and whose host has all numbers."""
+        current = self._current
+        if current.state_adapter.is_shared and not 0.0 < scale < math.inf:
+            current.require_possible(scale)
+        if self._count and current.at_min_scale(self.state) is True:
+            flags = flags._replace(limits=flags.limits + 1)
+        verdict = claims.verdict_from(flags, self._count, scale)
+        return verdict if self._loss is None and self.findings.norm is None else self._with_values(verdict)
 
     def _with_reasons(self, flags: Flags, *, has_overflow: bool) -> Flags:
         """Return the flags with an overflow, which counts before any other reason, and beside it a refusal."""
