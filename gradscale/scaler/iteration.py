@@ -80,12 +80,15 @@ class Iteration:
             if progress.stage.has_ended or (progress.stage is Stage.OVERTAKEN and not by_closure):
                 order.forbid_step(progress, self.number)
             has_failed = progress.stage is Stage.STEPPING and not by_closure and not progress.is_incomplete
-            if self.parts.is_guard and has_failed and not (inputs and inputs.are_those_of(progress.inputs)):
-                # Of a guard no scale() tells the gradients of another batch from those of the step that has failed.
+            is_one_call = self.parts.is_guard and progress.is_judged_in_step
+            if has_failed and is_one_call and not (inputs and inputs.are_those_of(progress.inputs)):
+                # No other call tells the gradients of another batch from those of the step that has failed.
                 progress.judge_again()
                 progress.inputs = None
-        if progress.stage.is_ready and self.reports.under_way:
-            self.messages.read_late()
+        if progress.stage.is_ready:
+            progress.is_judged_in_step = True
+            if self.reports.under_way:
+                self.messages.read_late()
         return progress
 
     def set_inputs(self, progress: Progress, inputs: StepInputs, *, has_closure: bool) -> None:

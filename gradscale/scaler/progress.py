@@ -55,8 +55,9 @@ class Progress:
 
     ``owner``: returns the optimizer, or None if it is gone; None if there is only its ``id()``. ``verdict``: that of a
     step that is over, or left out. ``refused``: why the program on this rank wants no step, if so. ``inputs``: what the
-    program says of the step. ``code``: this rank's spike or refusal, as :func:`claim.reason_code`, or 0;
-    ``PendingVerdict`` adds an overflow. Only this file writes ``stage`` and ``closure``.
+    program says of the step. ``is_judged_in_step``: by no call before it. ``code``: this rank's spike or refusal, as
+    :func:`claim.reason_code`, or 0; ``PendingVerdict`` adds an overflow. Only this file writes ``stage`` and
+    ``closure``.
     """
 
     owner: Callable[[], Optimizer | None] | None = None
@@ -68,6 +69,7 @@ class Progress:
     code: Array | int = 0
     observation: Observation | None = None
     inputs: StepInputs | None = None
+    is_judged_in_step = False
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import json
 import math
 import pickle
 from collections.abc import Callable
@@ -377,6 +378,26 @@ def test_after_a_failed_step_of_a_guard_the_next_batch_is_judged_and_the_same_st
         return optimizer.steps, guard.counts()["taken"]
 
     assert run_ranks(2, train) == [((1, "overflow" if len(failing) == 2 else "differ") if goes_on else (2, 2))] * 2
+
+
+@pytest.mark.parametrize("failing", range(2))
+def test_a_failed_step_of_a_guard_that_was_unscaled_before_is_made_again_by_one_rank(failing: int):
+    def train(group) -> object:
+        rule = gradscale.SkipSpikes(of="norm")
+        guard, optimizer = gradscale.StepGuard(group=group, skip=rule), Failing([np.float32([3.0])])
+        optimizer.fails = group.rank == failing
+        guard.unscale_(optimizer, max_norm=1.0)
+        if optimizer.fails:
+            with pytest.raises(MemoryError):
+                guard.step(optimizer)
+            optimizer.fails = False
+        guard.step(optimizer)
+        guard.unscale_(optimizer, max_norm=1.0)
+        guard.step(optimizer)
+        return [report.norm for report in guard.history], json.loads(guard.state_dict()["spikes"])[0]["norm"]["values"]
+
+    norms = pytest.approx([3.0, 1.0], rel=1e-5)
+    assert run_ranks(2, train) == [(norms, norms)] * 2
 
 
 def test_a_step_with_a_closure_is_judged_anew_when_it_is_made_again_after_a_failure():
