@@ -490,3 +490,24 @@ def loss_of_a_mesh(group, bad_rank: int, placement: str):
 @pytest.mark.parametrize("size", [2, *later("all", 3)])
 def test_a_loss_that_is_a_dtensor_is_judged_by_its_part_on_each_rank(size: int, placement: str):
     agree(GlooWorld(size), loss_of_a_mesh, [(bad_rank, placement) for bad_rank in range(size)])
+
+
+def one_clips(group, odd_rank: int, how: str):
+    """Clip shards on one rank: its message that norms follow meets a verdict, and no all-reduce of another length."""
+    optimizer = torch.optim.SGD([sharded(init_device_mesh("cpu", (group.size(),)), 1.0)], lr=LEARNING_RATE)
+    scaler = gradscale_torch.StepGuard(timeout=60.0)
+
+    def step() -> None:
+        if group.rank() == odd_rank:
+            scaler.unscale_(optimizer, max_norm=1.0)
+        elif how == "refuses":
+            scaler.refuse(optimizer)
+        scaler.step(optimizer)
+
+    raised(gradscale.ScaleDesyncError, step, "unscale_(max_norm=), for the norm over the group", f"on rank {odd_rank}")
+
+
+@pytest.mark.parametrize("how", ["steps", "refuses"])
+@pytest.mark.parametrize("size", [2, *later("all", 3)])
+def test_the_norm_of_shards_is_announced_to_ranks_that_do_not_clip(size: int, how: str):
+    agree(GlooWorld(size), one_clips, [(odd_rank, how) for odd_rank in range(size)])
