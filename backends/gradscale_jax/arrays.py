@@ -78,8 +78,8 @@ class JaxBackend(Backend):
         value = lax.stop_gradient(x)
         if isinstance(value, jax.core.Tracer):
             msg = (
-                f"a loss that is judged needs a value, got {short_repr(x)}: call scale(outputs, loss=False) here, in a "
-                f"function that jax maps or compiles"
+                f"a loss that is judged needs a value, got {short_repr(x)}: in a function that jax maps or compiles "
+                f"call scale(outputs, loss=False), and step() and keeps() outside of it"
             )
             raise InvalidTypeError(msg)
         return value

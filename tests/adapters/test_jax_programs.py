@@ -418,6 +418,10 @@ def follow(program, batches: Batch, transformation, model: int, group=None):
         # As much as the first cotangent can hold.
         policy = dataclasses.replace(policy, max_scale=2.0**15, init_scale=min(policy.init_scale, 2.0**15))
     options: Any = {"policy": policy, "skip": program.rule, "warn_after": None, **program.limits}
+    # As that of step(), a loss that a transformation is given must be finite.
+    in_one_call = program.by_optax and program.tells_loss
+    if in_one_call and judges_norm:
+        options["max_norm"] = math.inf
     scaler = gradscale.GradScaler(**options) if group is None else gradscale.ShardedGradScaler(group=group, **options)
     clip: Any = {"max_norm": math.inf} | ({} if group is None else {"norm_over": "rank"}) if judges_norm else {}
     followed = []
@@ -429,8 +433,9 @@ def follow(program, batches: Batch, transformation, model: int, group=None):
             grads = {name: (grad * scale).astype(program.dtypes[name]) for name, grad in batch.grads.items()}
             optimizer.grads, optimizer.given = [*cast(program, grads).values()], given_to(program, batch)
             scaler.scale(np.zeros(2, np.float32), loss=batch.loss if program.tells_loss else False)
-            scaler.unscale_(optimizer, **clip)
-            scaler.step(optimizer)
+            if not in_one_call:
+                scaler.unscale_(optimizer, **clip)
+            scaler.step(optimizer, **({"loss": batch.loss} if in_one_call else {}))
             report = scaler.last_step(optimizer)
             try:
                 scaler.update()
@@ -528,8 +533,9 @@ def assert_step(program, loss, here: Left, row: list[float], stepped, saved, rep
         assert f"although the scale has fallen to the minimum of {program.policy!r}" in said
     if kind is gradscale.TrainingStalledError:
         # The core says also which rank was the first, and why.
-        words = re.compile(r"last \d+ iterations|\d+ for [a-z]+[- ][a-z]+|went from \S+ to \S+,|judged by skip=")
+        words = re.compile(r"last \d+ iterations|\d+ for [a-z]+[- ][a-z]+|went from \S+ to \S+,")
         assert sorted(words.findall(said)) == sorted(words.findall(str(error)))
+        assert ("skip= may be too strict" in said) == ("is given is a spike" in str(error))
 
 
 def checked(verdict, program) -> tuple[type | None, str]:
