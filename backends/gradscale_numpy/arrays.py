@@ -161,8 +161,9 @@ class NumpyBackend(Backend):
 
 
 def _own_their_memory(arrays: _Arrays) -> bool:
-    """Tell quickly whether all are plain arrays that own their memory: then no two share any."""
-    return _ONLY_ARRAYS.issuperset(map(type, arrays)) and _OWN_AND_PLAIN.issuperset(map(_flags, arrays))
+    """Tell quickly whether all are plain arrays that own their memory, each once: then no two share any."""
+    is_owner = _ONLY_ARRAYS.issuperset(map(type, arrays)) and _OWN_AND_PLAIN.issuperset(map(_flags, arrays))
+    return is_owner and len(set(map(id, arrays))) == len(arrays)
 
 
 def _forbid_shared_memory(grads: _Arrays, out: _Arrays) -> None:
