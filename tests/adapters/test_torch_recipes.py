@@ -226,7 +226,6 @@ def plainly(step: Callable[[Any, Any, Any], object], bad: Collection[int]):
 
 
 CLIPPED: dict[str, Any] = {
-    "clip_norm": lambda weights: nn.utils.clip_grad_norm_(weights, 1.0),
     "clip_value": lambda weights: nn.utils.clip_grad_value_(weights, 0.5),
     "clip_each": lambda weights: [nn.utils.clip_grad_norm_(weight, 1.0) for weight in weights],
     "accumulate": lambda _: None,

@@ -182,10 +182,6 @@ class OfOptax(OfTargets):
         self.names["opt_state"] = opt_state._replace(scale_state=opt_state.scale_state._replace(scale=value))
 
 
-class OfEquinox(OfOptax):
-    block, parts = "jax-equinox", ("model", "opt_state")
-
-
 class OfNnx(PageTrainer):
     page, block = JAX_PAGE, "jax-nnx"
 
@@ -251,10 +247,6 @@ class OfInterop(OfJax):
 
 class OfFlax(OfInterop):
     block, parts, scale = "flax_after", ("params", "opt_state", "state"), "state"
-
-
-class OfTrainState(OfInterop):
-    block, parts, scale = "flax_train_state", ("train_state", "scale_state"), "scale_state"
 
 
 class OfJmp(OfFlax):
@@ -366,13 +358,13 @@ def test_the_loops_of_mpi_have_no_fault():
         assert faults == [[], []], make
 
 
-OF_JAX = [OfJaxGuard, OfShardMap, OfValueAndGrad, OfOptax, OfEquinox, OfBfloat16, OfFlax, OfTrainState, OfJmp]
+OF_JAX = [OfJaxGuard, OfShardMap, OfValueAndGrad, OfOptax, OfBfloat16, OfFlax, OfJmp]
 
 
 @pytest.mark.jax
 @pytest.mark.parametrize("make", OF_JAX, ids=[make.block for make in OF_JAX])
 def test_a_loop_of_jax_has_no_fault(make: Any):
-    for library in ("optax", "equinox", "flax"):
+    for library in ("optax", "flax"):
         require(library)
     assert check_trainer(make, steps=4).faults == []
 

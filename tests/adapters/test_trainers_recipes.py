@@ -51,7 +51,7 @@ def made(page, name: str, init_scale: float = 2.0**10, batches=BATCHES, **others
 
 
 PLAIN = [
-    *((TORCH_PAGE, name) for name in ("schedule", "followers", "accumulate", "clip_norm", "clip_value")),
+    *((TORCH_PAGE, name) for name in ("schedule", "followers", "accumulate", "clip_value")),
     *((TORCH_PAGE, name) for name in ("clip_each", "penalty")),
     (INTEROP / "other.md", "apex_after"),
     (INTEROP / "torch_amp.md", "after"),
