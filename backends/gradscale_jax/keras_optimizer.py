@@ -21,6 +21,7 @@ keras = import_keras("jax")
 _Values: TypeAlias = Sequence[jax.Array]
 
 __all__ = ["ScaledOptimizer"]
+__dir__ = __all__.copy
 
 
 @keras.saving.register_keras_serializable("gradscale_jax")

@@ -27,6 +27,9 @@ with needs("gradscale_numpy.mpi", "mpi"):
         _msg = f"gradscale_numpy.mpi needs an MPI library, got: {_reason}; load the cluster's, or {remedy('mpich')}"
         raise BackendNotAvailableError(_msg) from error
 
+__all__ = ["MPIBackend", "MPICollectives", "backend"]
+__dir__ = __all__.copy
+
 _Vector: TypeAlias = NDArray[Any]
 
 # Requests that are not done, also if they were given up, with their communicator and the buffers that MPI still uses.

@@ -17,6 +17,7 @@ from gradscale_torch.amp import GradScaler
 keras = import_keras("torch")
 
 __all__ = ["ScaledOptimizer"]
+__dir__ = __all__.copy
 
 _SCALER = "scaler"
 

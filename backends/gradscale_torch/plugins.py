@@ -22,6 +22,8 @@ with needs("gradscale_torch.plugins", "lightning"):
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import MixedPrecision as TrainersMixedPrecision
 
+__all__ = ["FabricMixedPrecision", "GatedSchedule", "MixedPrecision"]
+__dir__ = __all__.copy
 
 Precision: TypeAlias = Literal["16-mixed", "bf16-mixed", "32-true"]
 

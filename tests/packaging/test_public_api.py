@@ -79,29 +79,41 @@ def lines_of_example(documented: Any) -> int:
 INNER = [f"gradscale.{name}" for name in dir(gradscale) if inspect.ismodule(getattr(gradscale, name))]
 
 
-@pytest.mark.parametrize(
-    ("name", "library"),
-    [
-        *[
-            (name, "numpy")
-            for name in ("gradscale", "gradscale.tools.simulation", "gradscale.errors", "gradscale_numpy")
-        ],
-        *[(name, "plot" if name.endswith("plot") else "numpy") for name in INNER],
-        pytest.param("gradscale_torch", "torch", marks=pytest.mark.torch),
-        pytest.param("gradscale_jax", "optax", marks=pytest.mark.jax),
-        pytest.param("gradscale_mlx", "mlx", marks=pytest.mark.mlx),
-    ],
-)
-def test_completion_offers_public_names_alone_and_classes_and_functions_have_examples(name: str, library: str):
+PUBLIC = [
+    *[(name, "numpy") for name in ("gradscale", "gradscale.tools.simulation", "gradscale.errors", "gradscale_numpy")],
+    *[(name, "plot" if name.endswith("plot") else "numpy") for name in INNER],
+    pytest.param("gradscale_torch", "torch", marks=pytest.mark.torch),
+    pytest.param("gradscale_jax", "optax", marks=pytest.mark.jax),
+    pytest.param("gradscale_mlx", "mlx", marks=pytest.mark.mlx),
+]
+PARTS = [
+    pytest.param("gradscale_numpy.mpi", "mpi", marks=pytest.mark.mpi),
+    pytest.param("gradscale_torch.plugins", "lightning", marks=pytest.mark.torch),
+]
+
+
+def public_names(module: Any) -> list[str]:
+    """Return the public names of a module."""
+    # gradscale has no __all__: what it imports as itself is public.
+    imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
+    public: list[str] = getattr(module, "__all__", [alias.asname for node in imports for alias in node.names])
+    return public
+
+
+@pytest.mark.parametrize(("name", "library"), [*PUBLIC, *PARTS])
+def test_completion_offers_public_names_alone(name: str, library: str):
     require(library)
     module = pkgutil.resolve_name(name)
     completed = rlcompleter.Completer({"module": module}).attr_matches("module.")
     offered = {re.sub(r"^module\.|\W*$", "", text) for text in completed}
-    # gradscale has no __all__: what it imports as itself is public.
-    imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
-    public = getattr(module, "__all__", [alias.asname for node in imports for alias in node.names])
-    assert {one for one in offered if not one.startswith("_")} == {*public} - {"__version__"}
-    for one in public:
+    assert {one for one in offered if not one.startswith("_")} == {*public_names(module)} - {"__version__"}
+
+
+@pytest.mark.parametrize(("name", "library"), PUBLIC)
+def test_classes_and_functions_have_examples(name: str, library: str):
+    require(library)
+    module = pkgutil.resolve_name(name)
+    for one in public_names(module):
         found = getattr(module, one)
         is_error = inspect.isclass(found) and issubclass(found, Exception)
         # Recorded traces show what presets do.
