@@ -9,13 +9,12 @@ bugs of the original that this preset does not copy.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypedDict, Unpack, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradscale.core import validation
-from gradscale.errors import InvalidTypeError, InvalidValueError, nearest, short_repr
+from gradscale.errors import InvalidValueError, nearest, short_repr
 from gradscale.policies.dynamic import DynamicScale
 
 # Without stars, which mypy does not read.
@@ -23,49 +22,8 @@ __all__ = ["apex", "apex_hysteresis", "colossalai", "deepspeed", "deepspeed_stag
 __all__ += ["megatron", "mindspore", "mpx", "named", "names", "paddle", "paddle_static", "torch"]
 __dir__ = __all__.copy
 
-_P = ParamSpec("_P")
 
-
-class _Settings(TypedDict, total=False):
-    """Settings of a DynamicScale, of which each preset takes some."""
-
-    init_scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    min_scale: float
-    max_scale: float | None
-    hysteresis: int
-    tolerance: float
-
-
-def _preset(**defaults: object) -> Callable[[Callable[_P, DynamicScale]], Callable[_P, DynamicScale]]:
-    """Give a preset these settings with these defaults, and no others but its own; its signature shows them."""
-
-    def decorate(rule: Callable[_P, DynamicScale]) -> Callable[_P, DynamicScale]:
-        signature, hints = inspect.signature(rule, eval_str=True), get_type_hints(_Settings)
-        own = [each for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
-        parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        shared = [parameter(name, default=default, annotation=hints[name]) for name, default in defaults.items()]
-        signature = signature.replace(parameters=[*shared, *own])
-
-        @functools.wraps(rule)
-        def preset(*args: _P.args, **kwargs: _P.kwargs) -> DynamicScale:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                msg = f"presets.{rule.__name__}: {error}; it has {', '.join(signature.parameters)}"
-                raise InvalidTypeError(msg) from None
-            bound.apply_defaults()
-            return rule(*bound.args, **bound.kwargs)
-
-        vars(preset)["__signature__"] = signature
-        return preset
-
-    return decorate
-
-
-def _float32(settings: _Settings, **fixed: Any) -> DynamicScale:
+def _float32(settings: dict[str, Any], **fixed: Any) -> DynamicScale:
     """Return the rule of a system whose factors are float32 numbers, or which has one such number for both."""
     rule = DynamicScale(**settings, **fixed)
     growth_factor, backoff_factor = map(validation.round_to_float32, (rule.growth_factor, rule.backoff_factor))
@@ -73,41 +31,60 @@ def _float32(settings: _Settings, **fixed: Any) -> DynamicScale:
     return dataclasses.replace(rule, growth_factor=growth_factor, backoff_factor=backoff_factor)
 
 
-@_preset(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
-def torch(**settings: Unpack[_Settings]) -> DynamicScale:
+def torch(
+    *, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000
+) -> DynamicScale:
     """Return the rule of torch.amp.GradScaler (torch 2.13, ``torch._amp_update_scale_``).
 
     The scale doubles after 2000 clean steps in a row and halves on each overflow.
 
     Not reproduced: a scale that reaches 0 after many overflows, and one that inf keeps.
     """
-    return DynamicScale(**settings)
+    return DynamicScale(**locals())
 
 
-@_preset(init_scale=2.0**16, growth_interval=2000, min_scale=validation.SMALLEST_NORMAL, max_scale=2.0**24)
-def apex(**settings: Unpack[_Settings]) -> DynamicScale:
+def apex(
+    *,
+    init_scale: float = 2.0**16,
+    growth_interval: int = 2000,
+    min_scale: float = validation.SMALLEST_NORMAL,
+    max_scale: float | None = 2.0**24,
+) -> DynamicScale:
     """Return the rule of apex.amp (``apex/amp/scaler.py``), fp16_utils and contrib's FP16_Optimizer.
 
     Torch's, with a maximum, and perhaps a minimum. fp16_utils and contrib have a minimum of 1 and no maximum.
 
     Not reproduced: without a minimum the scale went to 0, and its reciprocal raised ZeroDivisionError.
     """
-    return DynamicScale(**settings)
+    return DynamicScale(**locals())
 
 
-@_preset(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1)
-def apex_hysteresis(**settings: Unpack[_Settings]) -> DynamicScale:
+def apex_hysteresis(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+) -> DynamicScale:
     """Return the rule of apex's kernel ``update_scale_hysteresis`` (``csrc``), which NeMo's GradScaler has, too.
 
     Torch's rule, but only the ``hysteresis``-th of consecutive overflows and each after it back off. NeMo's defaults.
 
     Not reproduced: the scale may reach 0; NeMo loses the count of overflows in a checkpoint by a misspelt key.
     """
-    return DynamicScale(**settings, hysteresis_refill=("clean_step",))
+    return DynamicScale(**locals(), hysteresis_refill=("clean_step",))
 
 
-@_preset(init_scale=2.0**32, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000, hysteresis=2, min_scale=1.0)
-def megatron(**settings: Unpack[_Settings]) -> DynamicScale:
+def megatron(
+    *,
+    init_scale: float = 2.0**32,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    min_scale: float = 1.0,
+) -> DynamicScale:
     """Return the rule of Megatron-core's DynamicGradScaler (``megatron/core/optimizer/grad_scaler.py``).
 
     Growth after 1000 clean steps in a row; the ``hysteresis``-th overflow since the last growth, and each after it,
@@ -115,12 +92,17 @@ def megatron(**settings: Unpack[_Settings]) -> DynamicScale:
 
     Not reproduced: growth to inf, which nothing there stops.
     """
-    return _float32(settings, hysteresis_refill=("growth",))
+    return _float32(locals(), hysteresis_refill=("growth",))
 
 
-@_preset(init_scale=2.0**16, growth_interval=1000, hysteresis=2, min_scale=1.0)
 def deepspeed(
-    *, consecutive_hysteresis: bool = False, raise_at_min: bool = True, **settings: Unpack[_Settings]
+    *,
+    init_scale: float = 2.0**16,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    min_scale: float = 1.0,
+    consecutive_hysteresis: bool = False,
+    raise_at_min: bool = True,
 ) -> DynamicScale:
     """Return the rule of DeepSpeed's DynamicLossScaler, which ZeRO uses (``deepspeed/runtime/fp16/loss_scaler.py``).
 
@@ -130,6 +112,8 @@ def deepspeed(
 
     Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
     """
+    settings = dict(locals())
+    del settings["consecutive_hysteresis"], settings["raise_at_min"]
     consecutive = validation.boolean("consecutive_hysteresis", consecutive_hysteresis)
     return DynamicScale(
         **settings,
@@ -139,18 +123,26 @@ def deepspeed(
     )
 
 
-@_preset(init_scale=2.0**16, growth_interval=1000, min_scale=1.0)
-def deepspeed_stage0(**settings: Unpack[_Settings]) -> DynamicScale:
+def deepspeed_stage0(
+    *, init_scale: float = 2.0**16, growth_interval: int = 1000, min_scale: float = 1.0
+) -> DynamicScale:
     """Return the rule of DeepSpeed without ZeRO (``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``).
 
     Growth, and what is not reproduced, as in :func:`deepspeed`; each overflow halves the scale, down to ``min_scale``,
     and none raises. With no setting in its JSON the fused optimizer starts at 2**32.
     """
-    return DynamicScale(**settings, growth_after="first_interval_plus_one")
+    return DynamicScale(**locals(), growth_after="first_interval_plus_one")
 
 
-@_preset(init_scale=2.0**15, growth_factor=2.0, growth_interval=2000, tolerance=0.0, min_scale=1e-4)
-def fairseq(*, threshold: float | None = None, **settings: Unpack[_Settings]) -> DynamicScale:
+def fairseq(
+    *,
+    init_scale: float = 2.0**15,
+    growth_factor: float = 2.0,
+    growth_interval: int = 2000,
+    tolerance: float = 0.0,
+    min_scale: float = 1e-4,
+    threshold: float | None = None,
+) -> DynamicScale:
     """Return the rule of fairseq's DynamicLossScaler (``fairseq/optim/dynamic_loss_scaler.py``).
 
     Growth after 2000 clean steps in a row; an overflow backs off when the overflows are at least ``tolerance`` of the
@@ -160,7 +152,9 @@ def fairseq(*, threshold: float | None = None, **settings: Unpack[_Settings]) ->
 
     Not reproduced: a checkpoint that holds the scale alone; growth to inf.
     """
-    smallest = validation.number("min_scale", settings.pop("min_scale"), at_least=0.0)
+    settings = dict(locals())
+    del settings["min_scale"], settings["threshold"]
+    smallest = validation.number("min_scale", min_scale, at_least=0.0)
     if threshold is not None and validation.scale("threshold", threshold) > smallest:
         return _float32(settings, min_scale=threshold)
     rule = _float32(settings)
@@ -168,29 +162,34 @@ def fairseq(*, threshold: float | None = None, **settings: Unpack[_Settings]) ->
     return dataclasses.replace(rule, min_scale=smallest, at_min="raise")
 
 
-@_preset(
-    init_scale=2.0**16,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=1000,
-    hysteresis=2,
-    min_scale=validation.SMALLEST_NORMAL,
-    max_scale=None,
-)
-def colossalai(**settings: Unpack[_Settings]) -> DynamicScale:
+def colossalai(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    min_scale: float = validation.SMALLEST_NORMAL,
+    max_scale: float | None = None,
+) -> DynamicScale:
     """Return the rule of ColossalAI's DynamicGradScaler (``colossalai/amp/naive_amp/grad_scaler``).
 
     Megatron's, with a maximum; a ``hysteresis`` of 0 is one of 1. The defaults are those of the class.
 
     Not reproduced: gradients divided by the scale after the update; a checkpoint without trackers, interval and bounds.
     """
-    hysteresis = validation.integer("hysteresis", settings["hysteresis"], 0, validation.LARGEST_INT32)
-    settings["hysteresis"] = max(hysteresis, 1)
-    return _float32(settings, hysteresis_refill=("growth",))
+    hysteresis = max(validation.integer("hysteresis", hysteresis, 0, validation.LARGEST_INT32), 1)
+    return _float32(locals(), hysteresis_refill=("growth",))
 
 
-@_preset(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1)
-def paddle(**settings: Unpack[_Settings]) -> DynamicScale:
+def paddle(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+) -> DynamicScale:
     """Return the rule of paddle.amp.GradScaler (Paddle 3.3, ``python/paddle/amp/grad_scaler.py``).
 
     Growth after 2000 clean steps in a row; the ``hysteresis``-th of consecutive overflows backs off, and the count
@@ -198,32 +197,38 @@ def paddle(**settings: Unpack[_Settings]) -> DynamicScale:
 
     Not reproduced: a scale that reaches 0 or inf; with several optimizers, the last one's verdict alone.
     """
-    return _float32(settings, hysteresis_refill=("clean_step", "backoff"))
+    return _float32(locals(), hysteresis_refill=("clean_step", "backoff"))
 
 
-@_preset(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1)
-def paddle_static(**settings: Unpack[_Settings]) -> DynamicScale:
+def paddle_static(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+) -> DynamicScale:
     """Return the rule of Paddle's kernel ``update_loss_scaling`` (Paddle 3.3, ``paddle.static.amp``).
 
     As :func:`paddle`, with a minimum of 1. The defaults are those of ``decorate(level=...)``; without
     ``level=`` they are 2**15, 0.8 as the backoff factor, 1000 and a hysteresis of 2.
     """
-    return _float32(settings, hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
+    return _float32(locals(), hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
 
 
-@_preset(init_scale=2.0**24, growth_factor=2.0, growth_interval=2000)
-def mindspore(**settings: Unpack[_Settings]) -> DynamicScale:
+def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth_interval: int = 2000) -> DynamicScale:
     """Return the rule of MindSpore's DynamicLossScaleManager (MindSpore 2.10).
 
     Growth after 2000 clean steps in a row; each overflow backs off, down to 1.
 
     Not reproduced: RuntimeError after 1000 consecutive overflows, at which the scale has long been 1; growth to inf.
     """
-    return _float32(settings, min_scale=1.0)
+    return _float32(locals(), min_scale=1.0)
 
 
-@_preset(init_scale=2.0**15, growth_factor=2.0, growth_interval=2000, min_scale=1.0)
-def jmp(**settings: Unpack[_Settings]) -> DynamicScale:
+def jmp(
+    *, init_scale: float = 2.0**15, growth_factor: float = 2.0, growth_interval: int = 2000, min_scale: float = 1.0
+) -> DynamicScale:
     """Return the rule of jmp.DynamicLossScale (jmp 0.0.4), which has no default scale; 2**15 is its documentation's.
 
     Growth after 2000 clean steps in a row; each overflow divides by ``growth_factor``, down to ``min_scale``. As jmp
@@ -231,22 +236,22 @@ def jmp(**settings: Unpack[_Settings]) -> DynamicScale:
 
     Not reproduced: the minimum is lost, and 1 again, after any jit or tree_map.
     """
-    interval: object = settings["growth_interval"]
+    settings = dict(locals())
+    interval = settings["growth_interval"]
     if isinstance(interval, float) and interval.is_integer():
         settings["growth_interval"] = int(interval)
-    smallest = validation.number("min_scale", settings["min_scale"], at_least=0.0)
-    settings["min_scale"] = smallest or validation.SMALLEST_NORMAL
+    settings["min_scale"] = validation.number("min_scale", min_scale, at_least=0.0) or validation.SMALLEST_NORMAL
     return _float32(settings)
 
 
-@_preset(
-    init_scale=2.0**16,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=2000,
-    min_scale=validation.SMALLEST_NORMAL,
-)
-def flax(**settings: Unpack[_Settings]) -> DynamicScale:
+def flax(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = validation.SMALLEST_NORMAL,
+) -> DynamicScale:
     """Return the rule of flax.training.dynamic_scale.DynamicScale (flax 0.12).
 
     Growth on the 2001st clean step of each run, up to float32's largest number; each overflow backs off, down to
@@ -254,27 +259,32 @@ def flax(**settings: Unpack[_Settings]) -> DynamicScale:
 
     Not reproduced: a scaled half-precision loss that is inf at the first scale of 65536; here it becomes float32.
     """
-    return _float32(settings, growth_after="interval_plus_one", max_scale=validation.LARGEST_FLOAT32)
+    return _float32(locals(), growth_after="interval_plus_one", max_scale=validation.LARGEST_FLOAT32)
 
 
-@_preset(init_scale=2.0**15, growth_factor=2.0, growth_interval=2000, min_scale=1.0, max_scale=65504.0)
-def mpx(**settings: Unpack[_Settings]) -> DynamicScale:
+def mpx(
+    *,
+    init_scale: float = 2.0**15,
+    growth_factor: float = 2.0,
+    growth_interval: int = 2000,
+    min_scale: float = 1.0,
+    max_scale: float | None = 65504.0,
+) -> DynamicScale:
     """Return the rule of mpx.DynamicLossScaling: jmp's, with a maximum of 65504.
 
     It has no default scale; 2**15 is its documentation's. The maximum is no power of two, and so is no scale after it.
 
     Not reproduced: loss and gradients divided by the scale after the update, halved on each growth step.
     """
-    return _float32(settings)
+    return _float32(locals())
 
 
-@_preset(init_scale=2.0**15, growth_interval=2000)
-def keras(**settings: Unpack[_Settings]) -> DynamicScale:
+def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> DynamicScale:
     """Return the rule of keras.optimizers.LossScaleOptimizer (Keras 3.15), which is torch's from a scale of 2**15 on.
 
     Not reproduced: a scale that reaches 0, or inf, which halving leaves as it is.
     """
-    return DynamicScale(**settings)
+    return DynamicScale(**locals())
 
 
 _PRESETS: dict[str, Callable[..., DynamicScale]]
