@@ -167,7 +167,7 @@ class TensorGradients:
         request, tensors, scale = self._request, self._tensors, state.scale
         flags: Flags = {}
         norm, divisor = None, scale
-        number: float | None = scale.item() if scale.is_cpu else None
+        (number,) = current.state_adapter.peek((scale,)) or (None,)
         is_one, may_be_below_one = number == 1.0, number is None or number < 1.0
         if number is None and not self._is_replayed and not is_capturing(scale.device):
             is_one, may_be_below_one = current.is_one(state), current.scale_lower_bound(state) < 1.0

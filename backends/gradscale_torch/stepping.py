@@ -156,7 +156,7 @@ def _grad_scaler_step(step: Step) -> Iterator[None]:
     if progress.pending is not None and progress.pending.is_begun:
         step.verdict = iteration.verdict(progress)
     else:
-        step.verdict = Verdict(Reason.STEPPED, None, False, 0, 0, iteration.current.scale())
+        step.verdict = Verdict(Reason.STEPPED, None, 0, 0, iteration.current.scale())
     _note_left_scaled(step)
 
 

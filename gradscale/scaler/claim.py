@@ -259,8 +259,6 @@ class Verdict(NamedTuple):
     """Why no rank makes the step, if so."""
     by: int | None
     """The lowest rank with this reason, or with a spike that skips nothing; None if the host cannot tell any."""
-    by_loss: bool
-    """Whether the own loss of the rank ``by`` is the cause."""
     nonfinite: int
     """Largest number of non-finite gradient arrays on any rank."""
     local_nonfinite: int
@@ -269,6 +267,8 @@ class Verdict(NamedTuple):
     """The scale that all ranks hold."""
     flags: Flags = Flags()
     """Those of all ranks, numbers."""
+    by_loss: bool = False
+    """Whether the own loss of the rank ``by`` is the cause."""
     norm: float | None = None
     """The norm of this rank's gradients before they were clipped, if they were."""
     loss: float | None = None
@@ -314,7 +314,7 @@ def verdict_from(flags: Flags, local_nonfinite: int, scale: float) -> Verdict:
         reason, by = Reason.OVERFLOW, by if by_loss else None
     if not scaled and presence >= Presence.SOME and reason in (Reason.STEPPED, Reason.SPIKE, Reason.OVERFLOW):
         reason, by, by_loss = Reason.NOT_SCALED, None, False
-    return Verdict(reason, by, by_loss, nonfinite, local_nonfinite, scale, flags)
+    return Verdict(reason, by, nonfinite, local_nonfinite, scale, flags, by_loss)
 
 
 # The message that a rank sends.

@@ -247,7 +247,7 @@ class Iteration:
         if progress.stage.is_ready:
             if self.parts.is_guard and self.current.state is None and self._is_without_array(progress, optimizer):
                 self._tell_of_no_gradients(progress, optimizer, 1.0)
-                return Verdict(Reason.NO_GRADIENTS, None, False, 0, 0, scale=1.0)
+                return Verdict(Reason.NO_GRADIENTS, None, 0, 0, scale=1.0)
             self.unscale(progress, optimizer, then=then)
         if progress.refused:
             self.messages.forbid_untold_refusal(progress, optimizer)

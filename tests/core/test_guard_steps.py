@@ -246,6 +246,9 @@ def test_a_norm_that_is_none_on_one_rank_skips_the_step_of_all(arrays: Library, 
         return told
 
     first = 0 if others in (-1.0, math.inf) else odd
+    # Rank 1 gives an array, and a count of arrays that the host does not have names no rank.
+    is_read = gradscale.registry.backend_for(arrays.asarray(1.0)).peek((arrays.asarray(1.0),)) is not None
+    first = None if first == 1 and not is_read else first
     assert (
         run_ranks(2, train)
         == [[("stepped", None, True, 1), ("overflow", first, True, 1), ("stepped", None, True, 2)]] * 2
