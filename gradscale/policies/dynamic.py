@@ -348,7 +348,8 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
 def namespace_and_device(like: Array) -> tuple[Namespace, object]:
     """Return the namespace and the ``device=`` for a state beside an array; InvalidTypeError for anything else."""
     if not is_array_api_obj(like):
-        raise validation.wrong_type(like, "like", "an array, such as params['w'], beside which the state is made")
+        expected = "an array, beside which the state is made"
+        raise validation.wrong_type(like, "like", expected, ": such as init(params['w'])")
     return array_namespace(like), registry.backend_for(like).placement(like)
 
 
