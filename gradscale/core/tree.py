@@ -276,14 +276,16 @@ def floating_leaves(
         are_floating = False
     if not are_floating:
         with reading(what):
-            kinds = [(type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
+            kinds, taken = [(type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves], []
             for kind in dict.fromkeys(kinds):
                 first = kinds.index(kind)
                 name = functools.partial(_leaf_name, what, leaves, first, rebuild)
                 if _is_floating(leaves[first], namespace, takes_integers, name):
-                    floating.add(kind)
-                    _leaf_types.add(kind[0])
-            leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind in floating]
+                    taken.append(kind)
+            # torch's compiler does not look for what it has just added to a set.
+            floating.update(taken)
+            _leaf_types.update(kind for kind, _ in taken)
+            leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind in taken]
     return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
 
 

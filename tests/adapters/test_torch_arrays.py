@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 from axes import is_torch_2_6, require_program
 from axes_torch import GradScaler, torch
+from commands import python
 from small_torch import KERNEL, Small, without_kernel
 from tiers import later
 
@@ -168,6 +169,24 @@ def test_the_pure_functions_are_one_graph_and_give_what_they_give_without_a_comp
         assert str(got) == str(expected)
         state = got[-1]
     torch._dynamo.reset()
+
+
+_OTHER_KINDS = """
+import torch
+import gradscale
+state = gradscale.DynamicScale(init_scale=4.0).init(like=torch.zeros(()))
+gradscale.unscale([torch.ones(1)], state)
+compiled = torch.compile(lambda grads: gradscale.unscale(grads, state), fullgraph=True, backend="eager")
+print(*compiled([torch.ones(1, dtype=torch.bfloat16), torch.ones(1)])[0])
+"""
+
+
+def test_a_dtype_may_first_be_seen_by_the_compiler():
+    if is_torch_2_6():
+        pytest.skip("torch 2.6: its compiler fails in array-api-compat, which asks for modules that are not imported")
+    # In a process of its own, since kinds of arrays are looked at once.
+    completed = python("-c", _OTHER_KINDS)
+    assert completed.stdout == "tensor([0.2500], dtype=torch.bfloat16) tensor([0.2500])\n", completed.stderr
 
 
 def test_a_state_is_a_pytree_of_torch_and_says_its_arrays_to_type_checkers_alone():
