@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -299,8 +299,7 @@ def parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, A
     """Return the groups of an optimizer, each with its parameters; InvalidTypeError for groups of another form."""
     lists = []
     groups, kind = optimizer.param_groups, type(optimizer).__name__
-    # An iterator would be empty for the optimizer after the scaler has walked it.
-    if isinstance(groups, (str, bytes, Iterator)) or not isinstance(groups, Iterable):
+    if not _can_be_walked(groups):
         raise validation.wrong_type(groups, f"param_groups of {kind}", "a list of dicts with 'params'")
     for index, group in enumerate(groups):
         try:
@@ -310,11 +309,17 @@ def parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, A
             raise validation.wrong_type(group, name, "a dict with 'params'") from None
         if hasattr(params, "grad"):
             params = [params]
-        if isinstance(params, (str, bytes, Iterator)) or not isinstance(params, Iterable):
+        if not _can_be_walked(params):
             name = f"param_groups[{index}]['params'] of {kind}"
             raise validation.wrong_type(params, name, "a list of parameters with .grad")
         lists.append((group, list(params)))
     return lists
+
+
+def _can_be_walked(x: object) -> TypeGuard[Iterable[Any]]:
+    # An iterator would be empty for the optimizer after the scaler has walked it.
+    # To ask for the abstract classes takes long.
+    return isinstance(x, (list, tuple)) or (isinstance(x, Iterable) and not isinstance(x, (str, bytes, Iterator)))
 
 
 def _gradients_of(optimizer: object, parameters: Iterable[Any]) -> list[Array]:
