@@ -151,7 +151,7 @@ class Collected(Protocol):
 
 
 class Gradients:
-    """Gradients of arrays of the standard, each parameter's once, and how unscaled ones go back to the optimizer."""
+    """Gradients of arrays of the standard, and how unscaled ones go back to the optimizer."""
 
     # Arrays of the standard are this process's own.
     groups: Sequence[Collectives] = ()
@@ -337,7 +337,7 @@ def _gradients_of(optimizer: object, parameters: Iterable[Any]) -> list[Array]:
 
 def _from_param_groups(optimizer: OptimizerWithGroups) -> tuple[list[Array], _Assign]:
     """Return an optimizer's gradients, and a function that assigns new ones by the ``id`` of the old."""
-    parameters = list({id(one): one for _, params in parameter_lists(optimizer) for one in params}.values())
+    parameters = [one for _, params in parameter_lists(optimizer) for one in params]
     gradients = _gradients_of(optimizer, parameters)
 
     def assign(replacements: dict[int, Array]) -> None:
