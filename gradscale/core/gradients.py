@@ -33,7 +33,7 @@ from gradscale.core.protocols import (
     OptimizerWithGroups,
     ScaleState,
 )
-from gradscale.core.tree import first_floating, floating_leaves
+from gradscale.core.tree import first_floating, leaves_and_dtypes
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _Assign: TypeAlias = Callable[[dict[int, Array]], None]
 
-_dtype = operator.attrgetter("dtype")
 _reading = reading("an optimizer")
 
 _INFINITY_BITS = 0x7F800000
@@ -178,13 +177,13 @@ class Gradients:
         backend = current.state_adapter
         if backend.forbid_tracing is not None:
             backend.forbid_tracing("unscale_()")
-        chosen = floating_leaves(self._leaves, current.xp, what=self._what, takes_integers=False)
+        chosen, dtypes = leaves_and_dtypes(self._leaves, current.xp, self._what, takes_integers=False)
         state = UnitState(*state) if current.is_static and current.is_one(state) else state
         is_divided = not isinstance(state, UnitState)
         keeps_dtype = self._master_dtype is None
         narrow = ""
         if keeps_dtype and is_divided and self._request.are_scaled:
-            narrow = _narrow_dtypes(frozenset(map(_dtype, chosen)), current.xp)
+            narrow = _narrow_dtypes(dtypes, current.xp)
         self.is_touched = True
         unscaled, nonfinite, norm = self._unscaled(backend, chosen, state)
         count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)

@@ -264,13 +264,21 @@ def floating_leaves(
 
     Errors call a leaf ``what``, and ``rebuild`` builds the tree, to name the place of a bad one.
     """
+    return leaves_and_dtypes(leaves, namespace, what, rebuild, takes_integers=takes_integers)[0]
+
+
+def leaves_and_dtypes(
+    leaves: Sequence[Array], namespace: Namespace, what: str, rebuild: _Rebuild | None = None, *, takes_integers: bool
+) -> tuple[Sequence[Array], frozenset[object]]:
+    """Return what :func:`floating_leaves` does, and their dtypes."""
     floating = _floating_kinds.setdefault(namespace.__name__, set())
     try:
         # (torch's compiler does not trace an attrgetter.)
         types, dtypes = [*map(type, leaves)], [leaf.dtype for leaf in leaves]
         # Thousands of leaves are of few kinds, most often of one; to compare takes less time than to hash.
-        is_one = len(leaves) > 0 and types.count(types[0]) == dtypes.count(dtypes[0]) == len(leaves)
-        are_floating = floating.issuperset(zip(types[: 1 if is_one else None], dtypes, strict=False))
+        if len(leaves) > 1 and types.count(types[0]) == dtypes.count(dtypes[0]) == len(leaves):
+            types, dtypes = types[:1], dtypes[:1]
+        are_floating = floating.issuperset(zip(types, dtypes, strict=True))
     except Exception:
         # Read one by one, below, the leaves say which one raises.
         are_floating = False
@@ -285,8 +293,12 @@ def floating_leaves(
             # torch's compiler does not look for what it has just added to a set.
             floating.update(taken)
             _leaf_types.update(kind for kind, _ in taken)
-            leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind in taken]
-    return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
+            leaves, dtypes = (
+                [x for x, kind in zip(leaves, kinds, strict=True) if kind in taken],
+                [one for _, one in taken],
+            )
+    leaves = leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
+    return leaves, frozenset(dtypes)
 
 
 def _is_floating(leaf: Array, namespace: Namespace, takes_integers: bool, name: Callable[[], str]) -> bool:
