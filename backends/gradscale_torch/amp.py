@@ -178,7 +178,6 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     _rejoins: bool
     # As torch's ShardedGradScaler: the default group is joined, a loss keeps its dtype, torch's function takes float16.
     _is_sharded = False
-    _is_guard = False
 
     @with_options(ReplacementOptions)
     def __init__(self, **kwargs: Any) -> None:
@@ -329,8 +328,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         unscale: Any = self.unscale_
         if getattr(unscale, "__func__", None) is GradScaler.unscale_:
             unscale = None
-        lock = self._lock_for("step()")
-        if self._is_guard:
+        lock, is_guard = self._lock_for("step()"), iteration_of(self).parts.is_guard
+        if is_guard:
             self._end_if_over()
         with lock:
             step = Step(iteration_of(self), optimizer, args, kwargs, self._record, inputs, self, unscale)
@@ -342,7 +341,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             finally:
                 # Closed even if Ctrl-C came before the first line of the step's exit.
                 step.around = None
-        if self._is_guard:
+        if is_guard:
             self._end_if_over()
         return step.returned  # type: ignore[no-any-return]
 
@@ -514,7 +513,7 @@ class StepGuard(GradScaler, gradscale.StepGuard):
     (True, 0)
     """
 
-    _is_sharded = _is_guard = True
+    _is_sharded = True
 
     @with_options(GuardOptions)
     def __init__(self, **kwargs: Any) -> None:

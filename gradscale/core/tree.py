@@ -270,7 +270,7 @@ def floating_leaves(
 def leaves_and_dtypes(
     leaves: Sequence[Array], namespace: Namespace, what: str, rebuild: _Rebuild | None = None, *, takes_integers: bool
 ) -> tuple[Sequence[Array], frozenset[object]]:
-    """Return what :func:`floating_leaves` does, and their dtypes."""
+    """Return the floating arrays among leaves, as :func:`floating_leaves` does, and their dtypes."""
     floating = _floating_kinds.setdefault(namespace.__name__, set())
     try:
         # (torch's compiler does not trace an attrgetter.)

@@ -183,7 +183,7 @@ class Update:
             steps += stage.is_counted
             if progress.pending is not None and progress.pending.groups:
                 self.is_alone = False
-            # It was left out.
+            # Its step was not called, and all ranks skip it.
             if stage.is_over and not stage.has_ended and progress.verdict is not None:
                 optimizer = progress.optimizer
                 position = None if optimizer is None else parts.tally.position_of(optimizer)

@@ -66,7 +66,7 @@ class PendingVerdict:
     _copy: HostRead | None = None
     _norm: Array | float = 0.0
     _loss: Array | float | None = None
-    # What a read has to fetch stays as it is: each replay of a captured graph gives others.
+    # The norm and the loss as they were sent, which a read fetches again after each replay of a captured graph.
     _norm_sent: Array | float = 0.0
     _loss_sent: Array | float | None = None
 
