@@ -310,7 +310,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, loss=loss, norm=norm, batch=batch, **kwargs)  # type: ignore[no-any-return]
-        inputs = checked_inputs(optimizer, loss, norm, batch, kwargs)
+        has_inputs = loss is not None or norm is not None or batch is not None
+        inputs = checked_inputs(optimizer, loss, norm, batch, kwargs) if has_inputs else None
         if self._rejoins:
             self._join()
         if (

@@ -196,7 +196,7 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
 
     def __getitem__(self, key: int) -> OptimizerState:
         iteration = iteration_of(self.scaler)
-        return OptimizerState(iteration, iteration.progresses.at(key))
+        return OptimizerState(iteration, iteration.progresses.of(key))
 
     def __setitem__(self, key: int, state: Mapping[str, object]) -> None:
         fields = dict(state)

@@ -35,12 +35,8 @@ class StepInputs(NamedTuple):
         return others is not None and all(map(operator.is_, self, others))
 
 
-def checked_inputs(
-    optimizer: object, loss: object, norm: object, batch: object, kwargs: dict[str, Any]
-) -> StepInputs | None:
-    """Return checked inputs, None without any; those that the optimizer's own ``step`` names enter ``kwargs``, too."""
-    if loss is None and norm is None and batch is None:
-        return None
+def checked_inputs(optimizer: object, loss: object, norm: object, batch: object, kwargs: dict[str, Any]) -> StepInputs:
+    """Return checked inputs; those that the optimizer's own ``step`` names enter ``kwargs``, too."""
     arguments = {"loss": loss, "norm": norm, "batch": batch}
     checked = StepInputs(
         None if loss is None else checked_value("loss", loss),

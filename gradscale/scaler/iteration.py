@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradscale.core.gradients import Collected, Findings, Request
-from gradscale.core.protocols import Array, Optimizer, ScaleState
+from gradscale.core.gradients import Findings, Request
+from gradscale.core.protocols import Array, Optimizer
 from gradscale.errors import GradscaleError, InvalidValueError
 from gradscale.scaler import claim as claims
 from gradscale.scaler import order
@@ -49,7 +49,7 @@ class Iteration:
             raise self.agreement.standing.failure
         if self.before_update is not None:
             order.wrong_order(order.INTERRUPTED, self.number)
-        return self.progresses.of(optimizer)
+        return self.progresses.of(id(optimizer), optimizer)
 
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Multiply arrays by the scale; a first state begins beside the first one."""
@@ -62,34 +62,6 @@ class Iteration:
         for progress in self.progresses.all:
             progress.overtake()
         return products
-
-    def begin_unscale(self, optimizer: Optimizer) -> Progress:
-        """Return an optimizer's progress; CallOrderError if it was unscaled or stepped already."""
-        progress = self.progress_of(optimizer)
-        if not progress.stage.is_ready:
-            order.forbid_unscale(progress, self.number)
-        if self.reports.under_way:
-            self.messages.read_late()
-        return progress
-
-    def begin_step(self, optimizer: Optimizer, inputs: StepInputs | None, *, by_closure: bool) -> Progress:
-        """Return an optimizer's progress; CallOrderError if it was stepped, InvalidTypeError if it cannot be."""
-        order.require_step(optimizer)
-        progress = self.progress_of(optimizer)
-        if not progress.stage.is_ready:
-            if progress.stage.has_ended or (progress.stage is Stage.OVERTAKEN and not by_closure):
-                order.forbid_step(progress, self.number)
-            has_failed = progress.stage is Stage.STEPPING and not by_closure and not progress.is_incomplete
-            is_one_call = self.parts.is_guard and progress.is_judged_in_step
-            if has_failed and is_one_call and not (inputs and inputs.are_those_of(progress.inputs)):
-                # No other call tells the gradients of another batch from those of the step that has failed.
-                progress.judge_again()
-                progress.inputs = None
-        if progress.stage.is_ready:
-            progress.is_judged_in_step = True
-            if self.reports.under_way:
-                self.messages.read_late()
-        return progress
 
     def set_inputs(self, progress: Progress, inputs: StepInputs, *, has_closure: bool) -> None:
         """Judge an optimizer by what the program says of its step."""
@@ -132,9 +104,11 @@ class Iteration:
         ``is_framework_check``: a framework judges them outside of ``unscale_`` and ``step``, which come later.
         ``then``: the stage that follows.
         """
+        if self.reports.under_way:
+            self.messages.read_late()
         if progress.closure.was_evaluated and not self.scaling.is_inside_closure:
             order.wrong_order(order.FAILED_CLOSURE, self.number)
-        judge, guard = self.judge, self.judge.guard
+        judge, guard = self.judge, self.parts.guard
         collection = collect(self.messages, progress, optimizer, request, judge.micro_batches, divides=divides)
         gradients, groups, max_norm, _ = collection
         source = self.scaling.source_of(progress, optimizer, lambda: gradients.like, has_groups=len(groups) > 0)
@@ -143,19 +117,18 @@ class Iteration:
             has_values = judge.check_values(guard, progress, optimizer, max_norm, is_alone=not groups)
         # Gradients that are judged a second time have lost their norm.
         judges = progress.stage.is_ready and (guard is not None or progress.inputs is not None)
-        findings = self._divide(progress, optimizer, gradients, source.state)
+        findings, loss, before = None, UNJUDGED, progress.divide()
         try:
-            loss = UNJUDGED
+            findings = gradients.unscale(self.current, source.state)
             if judges:
                 is_read = not groups and self.current.adapter.reads_verdict(optimizer)
                 loss = judge.judge(progress, optimizer, findings, source.state, is_read=is_read)
             pending = self._pending(progress, optimizer, findings, source, collection, loss, has_values=has_values)
             progress.judge(pending, then)
-        except Exception as error:
-            if isinstance(error, GradscaleError):
-                self.agreement.fail(error)
-            else:
-                self.messages.tell_of_failure(optimizer)
+        except BaseException as error:
+            if findings is None and not gradients.is_touched:
+                progress.undo(*before)
+            self._fail(error, optimizer, is_divided=findings is not None)
             raise
         if groups and source.scaled is Scaled.NEVER:
             # As in a pipeline, another rank may have the loss.
@@ -164,18 +137,13 @@ class Iteration:
             self.parts.mistakes.warn_of_half(type(optimizer).__name__, findings.narrow)
         return findings.norm
 
-    def _divide(self, progress: Progress, optimizer: Optimizer, gradients: Collected, state: ScaleState) -> Findings:
-        """Divide gradients by the scale, of which a failure may leave some divided, unless none can be."""
-        before = progress.divide()
-        try:
-            return gradients.unscale(self.current, state)
-        except BaseException as error:
-            if not gradients.is_touched:
-                progress.undo(*before)
+    def _fail(self, error: BaseException, optimizer: Optimizer, *, is_divided: bool) -> None:
+        """Tell the other ranks of an error while gradients are unscaled, or keep one that ends the agreement."""
+        if is_divided and isinstance(error, GradscaleError):
+            self.agreement.fail(error)
+        elif isinstance(error, Exception) and (is_divided or not isinstance(error, OF_ALL_RANKS)):
             # An exchange of norms has failed on all ranks.
-            if isinstance(error, Exception) and not isinstance(error, OF_ALL_RANKS):
-                self.messages.tell_of_failure(optimizer)
-            raise
+            self.messages.tell_of_failure(optimizer)
 
     def _pending(
         self,

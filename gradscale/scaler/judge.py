@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -36,24 +37,25 @@ class MicroBatches(NamedTuple):
     """The ``id()`` of optimizers that were stepped by them in an iteration before."""
 
 
+@dataclasses.dataclass(eq=False)
 class Judge:
     """Judges each optimizer of an iteration by the losses up to it, and by its norm; and its micro-batches by theirs.
 
-    ``guard`` is None if nothing is judged but the loss that ``step`` is given. The first step of a StepGuard that never
-    has a value is an error.
+    Without a rule nothing is judged but the loss that ``step`` is given. The first step of a StepGuard that never has a
+    value is an error.
     """
 
-    losses = Losses()
-    micro_batches = MicroBatches()
+    parts: Collaborators
+    messages: Messages
+    scaling: Scaling
+    losses: Losses = dataclasses.field(default=Losses())
+    micro_batches: MicroBatches = dataclasses.field(default=MicroBatches())
     # Of what ``hold`` names, as the last micro-batch that was kept has left it.
     _marks: Sequence[Snapshot] = ()
 
-    def __init__(self, parts: Collaborators, messages: Messages, scaling: Scaling) -> None:
-        self._parts, self._messages, self._scaling, self.guard = parts, messages, scaling, parts.guard
-
     def keeps(self, owner: object, loss: Array | float) -> bool:
         """Tell whether the loss of a micro-batch is finite on all ranks, and count it: one message and one read."""
-        snapshots, groups = self._parts.snapshots, self._parts.agreement.usable_groups()
+        snapshots, groups = self.parts.snapshots, self.parts.agreement.usable_groups()
         value = value_of(self._local(loss))
         is_kept = self._is_finite_on_all(groups, owner, loss, value) if groups else math.isfinite(float(value))
         kept, dropped, *_ = MicroBatches() if self.micro_batches.stepped else self.micro_batches
@@ -68,9 +70,9 @@ class Judge:
     def _is_finite_on_all(
         self, groups: Sequence[Collectives], owner: object, loss: Array | float, value: Array | float
     ) -> bool:
-        current, agreement = self._parts.current, self._parts.agreement
-        state = self._scaling.in_force(lambda: loss if is_array_api_obj(loss) else None)
-        claim = self._messages.next_claim(groups, owner, call=Purpose.MICRO_BATCH)
+        current, agreement = self.parts.current, self.parts.agreement
+        state = self.scaling.in_force(lambda: loss if is_array_api_obj(loss) else None)
+        claim = self.messages.next_claim(groups, owner, call=Purpose.MICRO_BATCH)
         fault = claims.reason_code(Reason.OVERFLOW, agreement.rank(), LossFault.NONFINITE)
         flags = Flags(0, code=is_nonfinite(value, state.scale) * fault)
         sent = claims.pack_arrays(current.state_adapter, current.policy, state, claims.hash_of(claim), flags)
@@ -92,7 +94,7 @@ class Judge:
 
     def _local(self, loss: Array | float) -> Array | float:
         """Return a loss as it is on this rank; InvalidTypeError if it has no value there."""
-        value = loss if isinstance(loss, float) else self._parts.current.backend_for(loss).values_of(loss)
+        value = loss if isinstance(loss, float) else self.parts.current.backend_for(loss).values_of(loss)
         if value is None:
             raise wrong_type(loss, "loss", "a number or an array that has a value")
         return value
@@ -115,24 +117,24 @@ class Judge:
 
     def note_values(self, *, has_values: bool) -> None:
         """Warn of a step of which no rank has a value to judge; of a guard that never had one, InvalidValueError."""
-        if self.guard is None:
+        if self.parts.guard is None:
             return
-        self.guard.has_judged |= has_values
-        if self._parts.is_guard and not self.guard.has_judged:
-            raise InvalidValueError(no_values(self.guard.rule.of))
+        self.parts.guard.has_judged |= has_values
+        if self.parts.is_guard and not self.parts.guard.has_judged:
+            raise InvalidValueError(no_values(self.parts.guard.rule.of))
         if not has_values:
-            self._parts.mistakes.warn_of_no_values(self.guard.rule.of)
+            self.parts.mistakes.warn_of_no_values(self.parts.guard.rule.of)
 
     def judge(
         self, progress: Progress, optimizer: Optimizer, findings: Findings, state: ScaleState, *, is_read: bool
     ) -> JudgedLoss:
         """Judge the loss and the norm, or leave it to the host if it reads the verdict in the step."""
-        backend, norm = self._parts.current.state_adapter, findings.norm
+        backend, norm = self.parts.current.state_adapter, findings.norm
         # The losses are this optimizer's, whether it is judged by them or not.
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
-        if loss is not None and self._parts.agreement.is_alone:
-            self._parts.mistakes.warn_of_ranks_without_group()
+        if loss is not None and self.parts.agreement.is_alone:
+            self.parts.mistakes.warn_of_ranks_without_group()
         progress.code, number = 0, None if is_array_api_obj(loss) else loss
         if progress.closure.has_begun:
             return JudgedLoss(number)
@@ -157,15 +159,15 @@ class Judge:
         """Set the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # Also if the step is refused, so that windows are in one order in each run.
         seen = progress.observation = (
-            None if self.guard is None else self.guard.judge(optimizer, loss, norm, state.scale)
+            None if self.parts.guard is None else self.parts.guard.judge(optimizer, loss, norm, state.scale)
         )
         if progress.refused:
             return
-        code = functools.partial(claims.reason_code, Reason.SPIKE, self._parts.agreement.rank())
-        if seen is not None and self.guard is not None:
+        code = functools.partial(claims.reason_code, Reason.SPIKE, self.parts.agreement.rank())
+        if seen is not None and self.parts.guard is not None:
             # Its reason is 0 or Reason.SPIKE, which is 1.
-            fault, reason = claims.fault_of(loss) or LossFault(seen.is_loss), Reason(self.guard.rule.act)
-            progress.code = seen.reason * claims.reason_code(reason, self._parts.agreement.rank(), fault)
+            fault, reason = claims.fault_of(loss) or LossFault(seen.is_loss), Reason(self.parts.guard.rule.act)
+            progress.code = seen.reason * claims.reason_code(reason, self.parts.agreement.rank(), fault)
         if progress.inputs is not None and progress.inputs.loss is not None:
             bad: Any = is_nonfinite(loss, state.scale) * code(LossFault.NONFINITE)
             # MLX has no operators with a number on the left.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from gradscale.core.gradients import UNSCALING
@@ -16,6 +17,7 @@ from gradscale.scaler.scaling import Scaling
 from gradscale.scaler.verdict import PendingVerdict
 
 
+@dataclasses.dataclass(eq=False)
 class Messages:
     """The messages of one iteration, in the order in which they are sent.
 
@@ -23,11 +25,12 @@ class Messages:
     still be to read.
     """
 
+    iteration: int
+    steps: int
+    parts: Collaborators
+    scaling: Scaling
+    sent: list[PendingVerdict] = dataclasses.field(default_factory=list)
     _number = 0
-
-    def __init__(self, iteration: int, steps: int, parts: Collaborators, scaling: Scaling) -> None:
-        self.iteration, self.steps, self.parts, self._scaling = iteration, steps, parts, scaling
-        self.sent: list[PendingVerdict] = []
 
     def groups_for(self, optimizer: Optimizer) -> Sequence[Collectives]:
         """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
@@ -120,7 +123,7 @@ class Messages:
                     return current.adapter.collect(optimizer, UNSCALING).like
                 return None
 
-            scale = self._scaling.in_force(like).scale
+            scale = self.scaling.in_force(like).scale
             sent = current.state_adapter.integers(claims.pack_failure(claims.hash_of(claim), agreement.rank()), scale)
             with agreement.failing():
                 ballot = agreement.send(groups, sent, claim)

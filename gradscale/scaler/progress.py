@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import weakref
 from collections.abc import Callable
@@ -176,31 +177,30 @@ class Progress:
         self.verdict = verdict
 
 
+@dataclasses.dataclass(eq=False)
 class Progresses:
     """The progress of each optimizer in one iteration.
 
     The verdict of an optimizer that is deleted before the update counts all the same.
     """
 
-    def __init__(self) -> None:
-        self.all: list[Progress] = []
-        self._by_id: dict[int, Progress] = {}
+    all: list[Progress] = dataclasses.field(default_factory=list)
+    _by_id: dict[int, Progress] = dataclasses.field(default_factory=dict)
 
-    def of(self, optimizer: Optimizer) -> Progress:
-        """Return an optimizer's progress, which may begin here."""
-        progress = self._by_id.get(id(optimizer))
+    def of(self, identity: int, optimizer: Optimizer | None = None) -> Progress:
+        """Return the progress of the optimizer with this ``id()``, which may begin here."""
+        progress = self._by_id.get(identity)
         if progress is None or (progress.owner is not None and progress.owner() is None):
-            progress = self._begin(id(optimizer))
-        if progress.owner is None:
+            progress = Progress()
+            # Before it can be found, or Ctrl-C in between would leave a step that no update counts.
+            self.all.append(progress)
+            self._by_id[identity] = progress
+        if progress.owner is None and optimizer is not None:
             try:
                 progress.owner = weakref.ref(optimizer)
             except TypeError:
                 progress.owner = lambda: optimizer
         return progress
-
-    def at(self, identity: int) -> Progress:
-        """Return the progress of the optimizer with this ``id()``, which may begin here."""
-        return self.get(identity) or self._begin(identity)
 
     def get(self, identity: int) -> Progress | None:
         """Return the progress of the optimizer with this ``id()``; None if it has none in this iteration."""
@@ -225,13 +225,6 @@ class Progresses:
             self.all, self._by_id = [], {}
         else:
             self.all.remove(self._by_id.pop(identity))
-
-    def _begin(self, identity: int) -> Progress:
-        progress = Progress()
-        # Before it can be found, or Ctrl-C in between would leave a step that no update counts.
-        self.all.append(progress)
-        self._by_id[identity] = progress
-        return progress
 
     def have_begun(self) -> bool:
         """Tell whether some optimizer was refused, unscaled or stepped."""

@@ -49,6 +49,7 @@ from gradscale.scaler.options import (
     policy_of,
     with_options,
 )
+from gradscale.scaler.order import forbid_unscale
 from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepReport, callbacks_of, step_report
 from gradscale.scaler.scale import CurrentScale, checked_scale
 from gradscale.scaler.stall import Tally, raise_or_warn
@@ -290,7 +291,10 @@ class GradScaler:
             request = UNSCALING
             if clipping.max_norm is not None:
                 request = clipping_request(iteration.messages, optimizer, clipping)
-            return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
+            progress = iteration.progress_of(optimizer)
+            if not progress.stage.is_ready:
+                forbid_unscale(progress, iteration.number)
+            return iteration.unscale(progress, optimizer, request)
 
     def step(
         self,
@@ -346,7 +350,8 @@ class GradScaler:
         -----
         One host read, whatever the number of devices, dtypes and parameters; one for each evaluation of a closure.
         """
-        inputs = checked_inputs(optimizer, loss, norm, batch, kwargs)
+        has_inputs = loss is not None or norm is not None or batch is not None
+        inputs = checked_inputs(optimizer, loss, norm, batch, kwargs) if has_inputs else None
         if not self._enabled:
             report = StepReport(False, 1.0, 0, "disabled", self._iteration.number, batch=inputs and inputs.batch)
             self._parts.reports.record(optimizer, report)
@@ -439,7 +444,9 @@ class GradScaler:
                 parts.tally.drop(micro_batches.dropped)
             for step, position in reports:
                 parts.tally.note(step, position)
-            stalled, gives_up = parts.tally.pop_stalled(is_alone=update.is_alone, gives_up=update.gives_up)
+            stalled, gives_up = None, False
+            if parts.tally.grown:
+                stalled, gives_up = parts.tally.pop_stalled(is_alone=update.is_alone, gives_up=update.gives_up)
             try:
                 if update.report is not None:
                     parts.reports.tell_update(update.report())

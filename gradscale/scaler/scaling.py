@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -25,6 +26,7 @@ class Source(NamedTuple):
     """What there is of them; only of a rank that has not scaled it is known whether they are zeros."""
 
 
+@dataclasses.dataclass(eq=False)
 class Scaling:
     """The state that outputs were scaled with last, by which gradients are divided.
 
@@ -32,19 +34,18 @@ class Scaling:
     ``loss_nonfinite`` are counts for a diagnosis.
     """
 
-    has_scaled = is_inside_closure = False
+    number: int
+    parts: Collaborators
+    has_scaled: bool = False
+    is_inside_closure: bool = False
     state: ScaleState | None = None
     lowered: ScaleState | None = None
     loss_nonfinite: tuple[Array, ...] = ()
     closure_state: ScaleState | None = None
 
-    def __init__(self, number: int, parts: Collaborators) -> None:
-        self._number, self._current, self._agreement = number, parts.current, parts.agreement
-        self._mistakes = parts.mistakes
-
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Multiply arrays by the scale; a first state begins beside the first one."""
-        current = self._current
+        current = self.parts.current
         state = self.closure_state or current.state or current.materialize(arrays[0])
         if current.state_adapter.forbid_tracing is not None:
             current.state_adapter.forbid_tracing("scale()")
@@ -58,15 +59,15 @@ class Scaling:
 
     def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
         """Return the state to unscale with, a new one beside the ``first`` array; CallOrderError without any."""
-        state = self.closure_state or self.state or self._current.state
+        state = self.closure_state or self.state or self.parts.current.state
         if state is not None:
             return state
         like = first()
         if like is None:
-            like = self._agreement.example(self._current, self._number)
+            like = self.parts.agreement.example(self.parts.current, self.number)
         if like is None:
-            wrong_order("no array has been seen yet, so it is not known where the state belongs", self._number)
-        return self._current.materialize(like)
+            wrong_order("no array has been seen yet, so it is not known where the state belongs", self.number)
+        return self.parts.current.materialize(like)
 
     @contextlib.contextmanager
     def inside_closure(self) -> Iterator[None]:
@@ -81,17 +82,17 @@ class Scaling:
 
     def lower(self) -> bool:
         """Back the scale off for the rest of this iteration's closures; False if the policy cannot."""
-        state = self.lowered or self.state or self._current.materialize()
-        self.lowered = self._current.policy.backoff(state)
+        state = self.lowered or self.state or self.parts.current.materialize()
+        self.lowered = self.parts.current.policy.backoff(state)
         return self.lowered is not state
 
     def source_of(
         self, progress: Progress, optimizer: Optimizer, like: Callable[[], Array | None], *, has_groups: bool
     ) -> Source:
         """Return where an optimizer's gradients come from; CallOrderError alone, if no loss of theirs was scaled."""
-        current = self._current
+        current = self.parts.current
         if self.has_scaled or progress.refused or current.adapter.is_replayed:
-            return Source(self.in_force(like))
+            return Source(self.closure_state or self.state or self.in_force(like))
         presence = self._unscaled_presence(progress, optimizer, has_groups=has_groups)
         if presence is Presence.SOME and not has_groups:
             self.forbid_unscaled(progress)
@@ -102,12 +103,12 @@ class Scaling:
             return Source(state)
         if not has_groups:
             # Over a group another rank may have the loss.
-            self._mistakes.tell_of_no_scale(self._number, type(optimizer).__name__)
+            self.parts.mistakes.tell_of_no_scale(self.number, type(optimizer).__name__)
         return Source(state, Scaled.BEFORE)
 
     def _unscaled_presence(self, progress: Progress, optimizer: Optimizer, *, has_groups: bool) -> Presence | None:
         """Return the presence of gradients whose loss this rank never scaled; a host read each, None for others."""
-        current, has_closure = self._current, progress.closure.was_evaluated
+        current, has_closure = self.parts.current, progress.closure.was_evaluated
         if not (current.use.is_fresh or has_closure):
             return None
         # Nothing has to be divided.
@@ -122,7 +123,7 @@ class Scaling:
 
     def _are_zeros(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer's gradients are nothing but zeros; a host read each."""
-        current = self._current
+        current = self.parts.current
         values = values_of_gradients(current.adapter, optimizer)
         summaries = [current.backend_for(one).read_summaries([one])[0][0] for one in values]
         return all(one.zeros == one.size for one in summaries)
@@ -133,9 +134,9 @@ class Scaling:
             wrong_order(
                 f"the closure of step() has not called scale(){where}: make the backward pass of scaler.scale(loss) in "
                 f"each of its evaluations; or make it before, and call step(optimizer) without the closure",
-                self._number,
+                self.number,
             )
-        since = " since a state was loaded, or a scale or a group set" if self._current.is_set else ""
+        since = " since a state was loaded, or a scale or a group set" if self.parts.current.is_set else ""
         wrong_order(
-            f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)", self._number
+            f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)", self.number
         )

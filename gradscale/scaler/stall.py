@@ -127,8 +127,8 @@ class Tally:
         self._streaks = {position: streak for position, streak in enumerate(streaks) if streak.length}
         # The positions of streaks for new optimizers: not those of optimizers that are gone.
         self._loaded = {*self._streaks}
-        # The positions of streaks that have grown since the last ``pop_stalled``.
-        self._grown: set[int] = set()
+        self.grown: set[int] = set()
+        """The positions of streaks that have grown since the last ``pop_stalled``."""
 
     def drop(self, number: int) -> None:
         """Count micro-batches that were dropped."""
@@ -167,10 +167,10 @@ class Tally:
         self._loaded.discard(position)
         if not step.skipped:
             self._streaks.pop(position, None)
-            self._grown.discard(position)
+            self.grown.discard(position)
         elif name in _CAUSES:
             self._streaks[position] = self._at(position).plus(step)
-            self._grown.add(position)
+            self.grown.add(position)
 
     def is_last_chance(self, optimizer: object) -> bool:
         """Tell whether one more skipped step of an optimizer is as many in a row as the user allows."""
@@ -182,9 +182,7 @@ class Tally:
         A process that decides alone ends it by its own count, and ranks if they have agreed so: ``gives_up``. One is
         long enough to warn of after some steps, and again after ten times as many.
         """
-        if not self._grown:
-            return None, False
-        grown, self._grown = sorted(self._grown, key=lambda one: (self._at(one).length, one)), set()
+        grown, self.grown = sorted(self.grown, key=lambda one: (self._at(one).length, one)), set()
         is_last = is_alone and self._at(grown[-1]).length >= (self.give_up_after or math.inf)
         if gives_up or is_last:
             return grown[-1], True
@@ -205,6 +203,6 @@ class Tally:
             "counts": {**self.counts},
             "_streaks": {**self._streaks},
             "_loaded": {*self._streaks},
-            "_grown": set(),
+            "grown": set(),
             "_positions": IdentityMap(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -13,13 +14,14 @@ from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleErro
 from gradscale.scaler.claim import KEEPS_SCALE, PROGRAM_CALLS, Reason, Verdict
 from gradscale.scaler.inputs import StepInputs
 from gradscale.scaler.iteration import Iteration
-from gradscale.scaler.order import wrong_order
+from gradscale.scaler.order import forbid_step, require_step, wrong_order
 from gradscale.scaler.progress import Progress, Stage
 
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16
 
 
+@dataclasses.dataclass(eq=False)
 class Step:
     """A context in which to call ``optimizer.step(*args, **kwargs)``, from a frame that a compiler sees.
 
@@ -30,39 +32,38 @@ class Step:
     context ends. ``unscale`` is called in place of the scaler's ``unscale_``, which a class may have overridden.
     """
 
-    calls_optimizer = True
+    iteration: Iteration
+    optimizer: Optimizer
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    record: Callable[[Step], None]
+    inputs: StepInputs | None = None
+    owner: object = None
+    unscale: Callable[[Optimizer], object] | None = None
+    calls_optimizer: bool = True
     returned: Any = None
     verdict: Verdict | None = None
-    retries = 0
-    progress: Progress
+    retries: int = 0
     closure: Callable[..., object] | None = None
     around: contextlib.ExitStack | None = None
+    progress: Progress = dataclasses.field(init=False)
     # How many evaluations were fine.
     _completed = 0
 
-    def __init__(
-        self,
-        iteration: Iteration,
-        optimizer: Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        record: Callable[[Step], None],
-        inputs: StepInputs | None = None,
-        owner: object = None,
-        unscale: Callable[[Optimizer], object] | None = None,
-    ) -> None:
-        self.iteration, self.optimizer, self.args, self.kwargs = iteration, optimizer, args, kwargs
-        self._record, self._inputs, self.owner, self._unscale = record, inputs, owner, unscale
-        if args or kwargs:
-            self.closure = self._find_closure()
-
     def __enter__(self) -> Step:
         iteration, optimizer = self.iteration, self.optimizer
+        if self.args or self.kwargs:
+            self.closure = self._find_closure()
         stepping = iteration.current.adapter.stepping
         own = None if stepping is None else stepping(self)
-        progress = self.progress = iteration.begin_step(optimizer, self._inputs, by_closure=self.closure is not None)
-        if self._inputs is not None:
-            iteration.set_inputs(progress, self._inputs, has_closure=self.closure is not None)
+        require_step(optimizer)
+        progress = self.progress = iteration.progress_of(optimizer)
+        if progress.stage.is_ready:
+            progress.is_judged_in_step = True
+        else:
+            self._go_on(progress)
+        if self.inputs is not None:
+            iteration.set_inputs(progress, self.inputs, has_closure=self.closure is not None)
         if self.closure is not None:
             if progress.stage.is_unscaled and not progress.closure.was_evaluated:
                 wrong_order(
@@ -80,9 +81,9 @@ class Step:
                 self.around = contextlib.ExitStack()
                 self.around.enter_context(own)
             elif self.closure is None:
-                if self._unscale is not None and progress.stage.is_ready:
+                if self.unscale is not None and progress.stage.is_ready:
                     with within_the_step(iteration):
-                        self._call_unscale(self._unscale)
+                        self._call_unscale(self.unscale)
                     progress.begin_step()
                 self.verdict = iteration.verdict_for_step(progress, optimizer)
                 self.calls_optimizer = not self.verdict.reason
@@ -122,8 +123,20 @@ class Step:
             # As Megatron's optimizers say it.
             if returned is NOT_STEPPED or (isinstance(returned, tuple) and len(returned) > 0 and returned[0] is False):
                 self.verdict = self._decline()
-            self._record(self)
+            self.record(self)
         return is_over
+
+    def _go_on(self, progress: Progress) -> None:
+        """Go on with an optimizer that was unscaled before, or whose step has failed; CallOrderError if it was made."""
+        iteration, by_closure = self.iteration, self.closure is not None
+        if progress.stage.has_ended or (progress.stage is Stage.OVERTAKEN and not by_closure):
+            forbid_step(progress, iteration.number)
+        has_failed = progress.stage is Stage.STEPPING and not by_closure and not progress.is_incomplete
+        is_one_call = iteration.parts.is_guard and progress.is_judged_in_step
+        if has_failed and is_one_call and not (self.inputs and self.inputs.are_those_of(progress.inputs)):
+            # No other call tells the gradients of another batch from those of the step that has failed.
+            progress.judge_again()
+            progress.inputs = None
 
     def _call_unscale(self, unscale: Callable[[Optimizer], object]) -> None:
         """Call an ``unscale_`` that a class has overridden, perhaps without a call of ours."""
@@ -173,8 +186,8 @@ class Step:
             progress.evaluate()
             with self._inside_closure():
                 loss = closure(*args, **kwargs)
-                if self._unscale is not None and progress.stage.is_ready:
-                    self._call_unscale(self._unscale)
+                if self.unscale is not None and progress.stage.is_ready:
+                    self._call_unscale(self.unscale)
                 verdict = self.verdict = iteration.verdict_for_step(progress, self.optimizer, Stage.JUDGED)
             keeps_scale = verdict.reason in KEEPS_SCALE
             if keeps_scale and self._completed:

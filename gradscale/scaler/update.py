@@ -39,8 +39,9 @@ class Update:
         self._iteration, current = iteration, iteration.current
         if iteration.agreement.standing.failure is not None:
             raise iteration.agreement.standing.failure
-        if new_scale is None:
-            self._forbid_refusals_left()
+        for progress in iteration.progresses.all if new_scale is None else ():
+            if progress.refused and progress.stage.is_ready:
+                self._forbid_refusal(progress)
         wanted = None if new_scale is None else checked_scale(new_scale, current.policy)
         pending, verdicts = iteration.read_verdicts()
         lowered = iteration.scaling.lowered
@@ -52,8 +53,8 @@ class Update:
         for one, verdict in zip(pending, verdicts, strict=False):
             if verdict.reason:
                 self._note_end(one, verdict, is_set=wanted is not None)
-        if iteration.judge.guard is not None:
-            self._learn(iteration.judge.guard)
+        if iteration.parts.guard is not None:
+            self._learn(iteration.parts.guard)
         if iteration.parts.snapshots:
             self._hold()
         # Last, since Ctrl-C after it would let the next update adapt the state again.
@@ -64,18 +65,16 @@ class Update:
         else:
             self._adapt(pending)
 
-    def _forbid_refusals_left(self) -> None:
+    def _forbid_refusal(self, progress: Progress) -> None:
         """Raise CallOrderError for an optimizer that was refused, and not stepped; that of a guard comes later."""
         iteration = self._iteration
-        for progress in iteration.progresses.all:
-            is_left = progress.refused and progress.stage.is_ready
-            if is_left and not (iteration.parts.is_guard and iteration.progresses.are_over()):
-                wrong_order(
-                    f"{PROGRAM_CALLS[progress.refused]} was called for an optimizer that was neither unscaled nor "
-                    "stepped: call step() of the same object, which then makes no step, or end the iteration with "
-                    "update(get_scale())",
-                    iteration.number,
-                )
+        if not (iteration.parts.is_guard and iteration.progresses.are_over()):
+            wrong_order(
+                f"{PROGRAM_CALLS[progress.refused]} was called for an optimizer that was neither unscaled nor stepped: "
+                "call step() of the same object, which then makes no step, or end the iteration with "
+                "update(get_scale())",
+                iteration.number,
+            )
 
     def _forbid(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
@@ -188,7 +187,7 @@ class Update:
                 optimizer = progress.optimizer
                 position = None if optimizer is None else parts.tally.position_of(optimizer)
                 reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank), position))
-        alone = ended.alone_before + (steps if self.is_alone and ended.agreement.is_alone else 0)
+        alone = ended.alone_before + (steps if self.is_alone and not ended.agreement.standing.groups else 0)
         following = Iteration(ended.number + 1, parts, ended.messages.steps + steps, alone)
         if parts.is_guard and ended.progresses.are_over():
             _go_on(following, ended)
@@ -205,7 +204,7 @@ def _go_on(iteration: Iteration, ended: Iteration) -> None:
     for progress in ended.progresses.all:
         optimizer = progress.optimizer if progress.stage.is_ready else None
         if optimizer is not None:
-            iteration.progresses.of(optimizer).refused = progress.refused
+            iteration.progresses.of(id(optimizer), optimizer).refused = progress.refused
 
 
 def iteration_after_load(ended: Iteration, number: int, steps: int) -> Iteration:
