@@ -174,7 +174,8 @@ class GroupWait:
         BackendError comes from the library's exceptions, and for a group that is not usable; gradscale's are raised as
         they are.
         """
-        self.require_usable()
+        if _give_up_reasons or self.process != os.getpid():
+            self.require_usable()
         try:
             return call(*args, **kwargs)
         except Exception as error:

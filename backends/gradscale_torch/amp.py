@@ -25,6 +25,7 @@ from gradscale.core.protocols import Collectives, Group, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, reading, short_repr, warn_caller
 from gradscale.scaler.inputs import Batch, checked_inputs
 from gradscale.scaler.options import FACTORS, CommonOptions, GroupOptions, GuardOptions, check_arguments, with_options
+from gradscale.scaler.order import forbid_call
 from gradscale.scaler.scale import CurrentScale
 from gradscale.scaler.scaler import collaborators_of, iteration_of
 from gradscale.scaler.stepper import Step
@@ -329,10 +330,12 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         unscale: Any = self.unscale_
         if getattr(unscale, "__func__", None) is GradScaler.unscale_:
             unscale = None
-        lock, is_guard = self._lock_for("step()"), iteration_of(self).parts.is_guard
+        if self._busy.locked():
+            forbid_call("step()")
+        is_guard = isinstance(self, StepGuard)
         if is_guard:
             self._end_if_over()
-        with lock:
+        with self._busy:
             step = Step(iteration_of(self), optimizer, args, kwargs, self._record, inputs, self, unscale)
             try:
                 with _Untraced(step):

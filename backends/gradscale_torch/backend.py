@@ -28,6 +28,7 @@ Tensor = torch.Tensor
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _item = torch.Tensor.item
+_rounded = functools.lru_cache(maxsize=64)(round_to_float32)
 
 # Bytes of one block: few enough to stay in a cache, and many enough to hide what a call costs.
 _BLOCK = 1 << 18
@@ -66,9 +67,12 @@ class TorchBackend(Backend):
     def read(self, x: Tensor, /) -> list[int]:
         """Return a 1-d int32 tensor as Python ints."""
         # A loss may be of another library.
-        if isinstance(x, torch.Tensor) and not devices.is_on_cpu(x):
+        if not isinstance(x, torch.Tensor):
+            return super().read(x)
+        if not x.is_cpu:
             forbid_capture(x.device, "step once before the capture, since the CPU reads the first message over a group")
-        return super().read(x)
+        values: list[int] = x.tolist()
+        return values
 
     def peek(self, arrays: Sequence[Tensor], /) -> list[Any] | None:
         """Return the numbers in 0-d tensors of one device; None if that is not the CPU."""
@@ -204,7 +208,7 @@ class ScalerBackend(TorchBackend):
     ) -> ScaleState:
         """Return the state after a step, by torch's kernel if that has the rule."""
         scale, tracker = state[:2]
-        self.is_replayed |= is_capturing(scale.device)
+        self.is_replayed |= not scale.is_cpu and is_capturing(scale.device)
         if keeps_scale is not None or type(policy) is not DynamicScale or not is_torchs(policy, "min_scale"):
             return self.write_into(state, super().adapt(policy, state, nonfinite, keeps_scale))
         fits = self._fitting[0] is policy and self._fitting[1] is tracker
@@ -217,7 +221,7 @@ class ScalerBackend(TorchBackend):
         growth, backoff = policy.growth_factor, policy.backoff_factor
         if scale.is_cpu and self._settings.is_sharded:
             # torch's ShardedGradScaler multiplies a tensor by them there, in float32.
-            growth, backoff = round_to_float32(growth), round_to_float32(backoff)
+            growth, backoff = _rounded(growth), _rounded(backoff)
         torch._amp_update_scale_(scale, tracker, nonfinite.float(), growth, backoff, policy.growth_interval)
         # Replays lower it without the host's knowledge.
         if scale.is_cpu or self.is_replayed or least < policy.min_scale:
@@ -245,7 +249,8 @@ class ScalerBackend(TorchBackend):
         for tensor in outputs:
             if not tensor.is_cpu and is_capturing(tensor.device):
                 self.is_replayed = True
-            product = tensor * to_device(state.scale, tensor.device)
+            scale = state.scale if tensor.device == state.scale.device else to_device(state.scale, tensor.device)
+            product = tensor * scale
             scaled.append(product.to(tensor.dtype) if self._settings.is_sharded else product)
         return scaled
 

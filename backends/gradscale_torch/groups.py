@@ -72,7 +72,7 @@ class TorchCollectives:
         """The process group, or an object that stands for the default group while there is none."""
         if self._user_group is None or self._group is None:
             # Of the world that there is now.
-            return default_group() or _DEFAULT_GROUP
+            return (dist.group.WORLD if dist.is_available() else None) or _DEFAULT_GROUP
         return self._group.group
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
@@ -203,7 +203,7 @@ class Reduction:
                 # The stream waits, and keeps the order from here on.
                 self._group.run(self._work.wait)
                 _under_way.pop(id(self._work), None)
-            self._result = _like(buffer, x)
+            self._result = buffer.to(x.device) if isinstance(x, Tensor) else _like(buffer, x)
             self._x = None
         return self._result
 
@@ -250,8 +250,6 @@ def _as_tensor(x: Array) -> Tensor:
 
 
 def _like(values: Tensor, x: Array) -> Array:
-    if isinstance(x, Tensor):
-        return values.to(x.device)
     if values.is_cpu:
         return registry.backend_for(x).integers(values.tolist(), x)
     return array_namespace(x).from_dlpack(values)

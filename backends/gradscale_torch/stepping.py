@@ -82,12 +82,13 @@ def _fused_step(step: Step) -> Iterator[None]:
             forbid_capture(target, NO_READS)
         step.verdict = iteration.verdict_for_step(progress, optimizer)
     flag, scale = flag_of(pending, target), getattr(optimizer, "grad_scale", None)
-    target = _device_of_flags(optimizer, target)
     if findings.is_scaled:
-        # A copy, which the optimizer may change.
+        # Copies, which the optimizer may change.
         divisor = state.scale.clone() if findings.divisor is None else findings.divisor
-        scale = to_device(divisor if scale is None else divisor * scale, target)
-    with _fused_attributes(optimizer, scale, to_device(flag, target).clone()):
+        scale = divisor if scale is None else divisor * scale
+    if _device_of_flags(optimizer, target) != target:
+        flag, scale = to_device(flag, CPU), scale if scale is None else to_device(scale, CPU)
+    with _fused_attributes(optimizer, scale, flag.clone()):
         try:
             yield
         except BaseException:

@@ -84,9 +84,6 @@ def _rebuild(node: object, keys: Sequence[Hashable], children: list[Any]) -> obj
 
 def _plan(nodes: list[Array], is_leaf: _IsLeaf, leaves: list[Array], above: dict[int, object]) -> _Plans:
     """Return the plans of nodes that are below some containers, and append their leaves."""
-    if _leaf_types.issuperset(map(type, nodes)):
-        leaves.extend(nodes)
-        return [None] * len(nodes)
     plans: _Plans = []
     for node in nodes:
         if node is None or hasattr(node, "shape") or is_leaf(node):
@@ -97,7 +94,11 @@ def _plan(nodes: list[Array], is_leaf: _IsLeaf, leaves: list[Array], above: dict
         else:
             above[id(node)] = node
             keys, children = _keys_and_children(node)
-            plans.append((node, keys, _plan(children, is_leaf, leaves, above)))
+            if _leaf_types.issuperset(map(type, children)):
+                leaves.extend(children)
+                plans.append((node, keys, [None] * len(children)))
+            else:
+                plans.append((node, keys, _plan(children, is_leaf, leaves, above)))
             del above[id(node)]
     return plans
 

@@ -57,6 +57,8 @@ _WORD_BITS = 30
 
 _FLAGS = 5
 _STAGE, _SCALE, _HASH = _FLAGS, _FLAGS + 1, _FLAGS + 5
+STATE = slice(_SCALE, _HASH)
+"""Where a message has the state: the bits of the scale, and the trackers."""
 _NORM = _HASH + WORDS
 _MIDDLE = _NORM + 1
 _FIELDS = _MIDDLE - _FLAGS
@@ -424,14 +426,9 @@ def norms_differ_in(agreed: Array) -> Array:
     return array_namespace(agreed).any(agreed[_NORM : _NORM + 1] + agreed[-1:] > _CLOSE)
 
 
-def state_bits(values: Sequence[int]) -> Sequence[int]:
-    """Return the state of a message as it travels: the bits of the scale, and the trackers."""
-    return values[_SCALE:_HASH]
-
-
 def state_of(values: Sequence[int]) -> Numbers:
     """Return the state of a message as Python numbers."""
-    return Numbers(*_STATE.unpack(_BITS.pack(*values[_SCALE:_HASH])))
+    return Numbers(*_STATE.unpack(_BITS.pack(*values[STATE])))
 
 
 def norm_of(values: Sequence[int]) -> float:
@@ -441,7 +438,7 @@ def norm_of(values: Sequence[int]) -> float:
 
 def unpack_values(values: Sequence[int]) -> list[int]:
     """Return the values that a message carries."""
-    return [*values[_SCALE:_HASH], *values[_SCALE + _FIELDS : _HASH + _FIELDS]]
+    return [*values[STATE], *values[_SCALE + _FIELDS : _HASH + _FIELDS]]
 
 
 def _has_one_norm(values: Sequence[int]) -> bool:
@@ -491,7 +488,8 @@ def code_in(values: Sequence[int]) -> int:
 
 def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:
     """Return the verdict of ranks that hold one state, or of which some cannot unscale their gradients."""
-    return verdict_from(Flags(*values[:_FLAGS]), own[0], state_of(values).scale)
+    scale, *_ = _STATE.unpack(_BITS.pack(*values[STATE]))
+    return verdict_from(Flags(*values[:_FLAGS]), own[0], scale)
 
 
 # The words for a difference between ranks.
@@ -501,7 +499,7 @@ def spread_of(values: Sequence[int], own: Sequence[int]) -> list[str]:
     """Say between which values the states and norms of an answer lie; [] if some message had no state."""
     if {values[_STAGE], -values[_MIDDLE]} != {_USUAL}:
         return []
-    texts = spread([-value for value in values[_MIDDLE + 1 :]], state_bits(values), state_of(own))
+    texts = spread([-value for value in values[_MIDDLE + 1 :]], values[STATE], state_of(own))
     if not (values[0] or _has_one_norm(values)):
         least, most = map(float32_from_bits, (-values[-1], values[_NORM]))
         texts.append(norm_spread(least, most))

@@ -49,7 +49,10 @@ class Iteration:
             raise self.agreement.standing.failure
         if self.before_update is not None:
             order.wrong_order(order.INTERRUPTED, self.number)
-        return self.progresses.of(id(optimizer), optimizer)
+        progress = self.progresses.of(id(optimizer), optimizer)
+        if self.reports.under_way and progress.stage.is_ready:
+            self.messages.read_late()
+        return progress
 
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Multiply arrays by the scale; a first state begins beside the first one."""
@@ -104,8 +107,6 @@ class Iteration:
         ``is_framework_check``: a framework judges them outside of ``unscale_`` and ``step``, which come later.
         ``then``: the stage that follows.
         """
-        if self.reports.under_way:
-            self.messages.read_late()
         if progress.closure.was_evaluated and not self.scaling.is_inside_closure:
             order.wrong_order(order.FAILED_CLOSURE, self.number)
         judge, guard = self.judge, self.parts.guard
@@ -225,7 +226,7 @@ class Iteration:
             self._finish(progress, pending, verdict, then)
         if verdict.reason is Reason.NO_GRADIENTS:
             self._tell_of_no_gradients(progress, optimizer, verdict.scale)
-        elif pending is not None and pending.groups and verdict.reason not in PROGRAM_CALLS:
+        elif self.parts.guard and pending and pending.groups and verdict.reason not in PROGRAM_CALLS:
             try:
                 self.judge.note_values(has_values=not verdict.lacks_values)
             except InvalidValueError:

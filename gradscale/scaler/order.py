@@ -39,6 +39,15 @@ def wrong_order(what: str, iteration: int) -> NoReturn:
     raise CallOrderError(msg)
 
 
+def forbid_call(call: str) -> NoReturn:
+    """Raise CallOrderError for a call during another call of a scaler."""
+    msg = (
+        f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
+        f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
+    )
+    raise CallOrderError(msg)
+
+
 def require_step(optimizer: object) -> None:
     """Raise InvalidTypeError for an object that cannot be stepped."""
     if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):

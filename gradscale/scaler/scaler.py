@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver
@@ -49,7 +49,7 @@ from gradscale.scaler.options import (
     policy_of,
     with_options,
 )
-from gradscale.scaler.order import forbid_unscale
+from gradscale.scaler.order import forbid_call, forbid_unscale
 from gradscale.scaler.reports import Deferred, OnSkip, OnUpdate, Reports, StepReport, callbacks_of, step_report
 from gradscale.scaler.scale import CurrentScale, checked_scale
 from gradscale.scaler.stall import Tally, raise_or_warn
@@ -88,15 +88,6 @@ def _snapshots_of(hold: object) -> list[Snapshot]:
     for each in () if hold is None else hold if isinstance(hold, (list, tuple)) else [hold]:
         by_library.setdefault(registry.backend_for(each), []).append(each)
     return [backend.snapshot(wanted) for backend, wanted in by_library.items()]
-
-
-def _forbid_call(call: str) -> NoReturn:
-    """Raise CallOrderError for a call during another call of a scaler."""
-    msg = (
-        f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
-        f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
-    )
-    raise CallOrderError(msg)
 
 
 class GradScaler:
@@ -223,7 +214,9 @@ class GradScaler:
             raise refusal from error
         scaled: _Outputs
         if is_checked:
-            (scaled,) = self._multiplied(has_losses, None, (outputs,))
+            (scaled,) = iteration.scale((outputs,))
+            if has_losses or parts.reports.diagnoses:
+                self._note_outputs((outputs,), has_losses=has_losses)
         else:
             multiply = functools.partial(self._multiplied, has_losses, outputs)
             scaled = parts.current.adapter.map_outputs(outputs, self._namespace_for, multiply)
@@ -282,7 +275,7 @@ class GradScaler:
             return self._clip_unscaled(optimizer, checked_clipping(max_norm, norm_over))
         is_inside = self._iteration.scaling.is_inside_closure
         if self._busy.locked() and not is_inside:
-            _forbid_call("unscale_()")
+            forbid_call("unscale_()")
         with contextlib.nullcontext() if is_inside else self._busy:
             # Another thread's update may have begun it while this one waited for the lock.
             iteration, clipping = self._iteration, self._parts.clipping
@@ -363,7 +356,7 @@ class GradScaler:
                 self._clip_unscaled(optimizer, self._parts.clipping)
             return optimizer.step(*args, **kwargs)
         if self._busy.locked():
-            _forbid_call("step()")
+            forbid_call("step()")
         is_guard = self._parts.is_guard
         if is_guard:
             self._end_if_over()
@@ -404,7 +397,10 @@ class GradScaler:
                 "which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
-        with contextlib.nullcontext() if self._iteration.scaling.is_inside_closure else self._lock_for(call):
+        is_inside = self._iteration.scaling.is_inside_closure
+        if self._busy.locked() and not is_inside:
+            forbid_call(call)
+        with contextlib.nullcontext() if is_inside else self._busy:
             self._iteration.refuse(optimizer, reason)
 
     def update(self, new_scale: float | Array | None = None) -> None:
@@ -434,7 +430,7 @@ class GradScaler:
         if not self._enabled:
             return
         if self._busy.locked():
-            _forbid_call("update()")
+            forbid_call("update()")
         with self._busy:
             parts, ended = self._parts, self._iteration
             update = Update(ended, new_scale)
@@ -749,12 +745,6 @@ class GradScaler:
 
     # Several parts at once.
 
-    def _lock_for(self, call: str) -> threading.Lock:
-        """Return the lock to hold during a call; CallOrderError if another call is under way."""
-        if self._busy.locked():
-            _forbid_call(call)
-        return self._busy
-
     def _agree_over(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
         parts, agreement, iteration = self._parts, self._parts.agreement, self._iteration
@@ -775,15 +765,19 @@ class GradScaler:
 
     def _multiplied(self, has_losses: bool, outputs: object, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return arrays multiplied by the scale of the present iteration, in which an iterator may be consumed."""
+        products = self._iteration.scale(arrays)
+        self._note_outputs(arrays, has_losses=has_losses)
+        if outputs is arrays[0]:
+            self._checked_kinds.update((type(x), x.dtype) for x in arrays)
+        return products
+
+    def _note_outputs(self, arrays: Sequence[Array], *, has_losses: bool) -> None:
+        """Note what a diagnosis and the rule for spikes want to know of arrays that were scaled."""
         iteration = self._iteration
-        products = iteration.scale(arrays)
         if self._parts.reports.diagnoses and (count := self._diagnosis.look.count_nonfinite(arrays)) is not None:
             iteration.scaling.loss_nonfinite += (count,)
         if has_losses:
             iteration.judge.add_losses(filter(is_loss, arrays))
-        if outputs is arrays[0]:
-            self._checked_kinds.update((type(x), x.dtype) for x in arrays)
-        return products
 
     def _namespace_for(self, like: Array) -> Namespace:
         """Return the namespace of the state, a new one beside an array if there is none yet."""
@@ -1015,7 +1009,9 @@ class StepGuard(ShardedGradScaler):
             self._iteration.judge.micro_batches = MicroBatches(self.kept + 1)
             return True
         self._end_if_over()
-        with self._lock_for("keeps()"):
+        if self._busy.locked():
+            forbid_call("keeps()")
+        with self._busy:
             return self._iteration.keeps(self, value)
 
     @property

@@ -65,15 +65,7 @@ class Step:
         if self.inputs is not None:
             iteration.set_inputs(progress, self.inputs, has_closure=self.closure is not None)
         if self.closure is not None:
-            if progress.stage.is_unscaled and not progress.closure.was_evaluated:
-                wrong_order(
-                    "step() with a closure unscales by itself, and unscale_() was called before", iteration.number
-                )
-            progress.begin_closure()
-            if "closure" in self.kwargs:
-                self.kwargs = {**self.kwargs, "closure": self._evaluate}
-            else:
-                self.args = (self._evaluate, *self.args[1:])
+            self._begin_closure(progress)
         elif progress.stage.is_unscaled:
             progress.begin_step()
         try:
@@ -137,6 +129,17 @@ class Step:
             # No other call tells the gradients of another batch from those of the step that has failed.
             progress.judge_again()
             progress.inputs = None
+
+    def _begin_closure(self, progress: Progress) -> None:
+        """Pass the optimizer a function that evaluates the closure and judges its gradients."""
+        if progress.stage.is_unscaled and not progress.closure.was_evaluated:
+            what = "step() with a closure unscales by itself, and unscale_() was called before"
+            wrong_order(what, self.iteration.number)
+        progress.begin_closure()
+        if "closure" in self.kwargs:
+            self.kwargs = {**self.kwargs, "closure": self._evaluate}
+        else:
+            self.args = (self._evaluate, *self.args[1:])
 
     def _call_unscale(self, unscale: Callable[[Optimizer], object]) -> None:
         """Call an ``unscale_`` that a class has overridden, perhaps without a call of ours."""

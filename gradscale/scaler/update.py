@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from gradscale.core.protocols import Array
+from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import ScaleUnderflowError, short_repr
 from gradscale.scaler.agreement import OF_ALL_RANKS
 from gradscale.scaler.claim import PROGRAM_CALLS, Reason, Verdict
@@ -58,12 +58,7 @@ class Update:
         if iteration.parts.snapshots:
             self._hold()
         # Last, since Ctrl-C after it would let the next update adapt the state again.
-        if wanted is not None:
-            current.set_scale(wanted)
-        elif lowered is not None:
-            current.set_state(lowered)
-        else:
-            self._adapt(pending)
+        self._adapt(pending, wanted, lowered)
 
     def _forbid_refusal(self, progress: Progress) -> None:
         """Raise CallOrderError for an optimizer that was refused, and not stepped; that of a guard comes later."""
@@ -153,9 +148,15 @@ class Update:
         xp = current.xp
         return any(current.state_adapter.read(xp.astype(xp.reshape(one != 0, (1,)), xp.int32))[0] for one in flags)
 
-    def _adapt(self, pending: Sequence[PendingVerdict]) -> None:
-        """Adapt the state to the counts of the verdicts, also in another try after an interrupt."""
+    def _adapt(self, pending: Sequence[PendingVerdict], wanted: float | None, lowered: ScaleState | None) -> None:
+        """Adapt the state to the counts of the verdicts, also in another try after an interrupt; or set another one."""
         iteration, current = self._iteration, self._iteration.current
+        if wanted is not None:
+            current.set_scale(wanted)
+            return
+        if lowered is not None:
+            current.set_state(lowered)
+            return
         counts: list[Array | int] = []
         flags: list[Array | bool] = []
         for one in pending:

@@ -40,6 +40,9 @@ class JudgedLoss(NamedTuple):
 
 UNJUDGED = JudgedLoss()
 
+# Types of what the host knows.
+_NUMBERS = frozenset([int, float, type(None)])
+
 
 class PendingVerdict:
     """The verdict on one optimizer's gradients. To construct one begins the agreement of the ranks.
@@ -97,13 +100,15 @@ class PendingVerdict:
         self._deferred = findings.deferred if findings.norm is None else None
         if findings.norm is not None:
             self._norm = self._norm_sent = _peeked(current, findings.norm)
+        # Whether the host has all numbers but those of the state.
+        self._is_on_host = _NUMBERS.issuperset(map(type, (self._count, code, self._norm, self._loss)))
         has_overflow = isinstance(self._count, int) and self._count > 0
         if has_overflow or self._hidden:
             flags = self._with_reasons(flags, has_overflow=has_overflow)
         self._flags = flags
         if claim is not None:
             self._send(agreement, flags, claim)
-        elif findings.scale is not None and self._is_on_host(flags):
+        elif findings.scale is not None and self._is_on_host:
             self.verdict = self._decide(flags, findings.scale)
         else:
             self._sent = self._pack_alone(flags)
@@ -137,17 +142,12 @@ class PendingVerdict:
             flags = flags._replace(code=claims.reason_code(Reason.OVERFLOW, self.rank(), fault))
         return flags
 
-    def _is_on_host(self, flags: Flags) -> bool:
-        """Tell whether the host has all numbers but those of the state."""
-        is_on_host = isinstance(flags.nonfinite, int) and isinstance(flags.code, int) and isinstance(self._norm, float)
-        return is_on_host and (self._loss is None or not is_array_api_obj(self._loss))
-
     def _send(self, agreement: Agreement, flags: Flags, claim: Claim) -> None:
         """Start the message to the other ranks."""
         current, adapter, state = self._current, self._current.state_adapter, self.state
         own_hash, numbers = claims.hash_of(claim), adapter.peek(state)
         values: list[int] | None = None
-        if numbers is not None and self._is_on_host(flags) and isinstance(self._norm, float):
+        if numbers is not None and self._is_on_host and isinstance(self._norm, float):
             flags = flags._replace(limits=flags.limits + (current.at_min_scale(state) is True))
             values = claims.pack_numbers(Numbers(*numbers), own_hash, flags, self._norm)
             sent = adapter.integers(values, state.scale)
@@ -224,7 +224,7 @@ class PendingVerdict:
             # A lazy library would compute all that they depend on once more in the update.
             self._count = current.xp.asarray(verdict.nonfinite, dtype=current.xp.int32)
             current.set_read_values(self.state, bits)
-        if current.state_adapter.is_shared:
+        if current.state_adapter.is_shared and (current.is_static or not 0.0 < verdict.scale < math.inf):
             current.require_possible(verdict.scale, self.state)
         if self.reading is not Reading.REPLAYED:
             self.verdict = verdict
@@ -250,7 +250,7 @@ class PendingVerdict:
             code = self._code if isinstance(self._code, int) else claims.code_in(sent)
             saw = claims.has_seen(verdict, claims.code_in(agreed), code, claims.fault_of(self.loss))
             verdict = verdict._replace(saw=saw)
-        return self._with_values(verdict), claims.state_bits(sent)
+        return self._with_values(verdict), sent[claims.STATE]
 
     def _read_alone(self) -> tuple[Verdict, Sequence[int]]:
         """Return the verdict of a process that decides alone, and the bits of its state."""
