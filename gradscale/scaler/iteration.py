@@ -56,12 +56,19 @@ class Iteration:
 
     def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Multiply arrays by the scale; a first state begins beside the first one."""
-        scaling = self.scaling
-        is_abandoned = self.current.use.is_fresh and scaling.state is not None and scaling.closure_state is None
-        products = scaling.scale(arrays)
-        if is_abandoned:
-            # A load has abandoned the iteration of the losses before.
-            self.judge.losses = Losses()
+        current, scaling = self.current, self.scaling
+        state = scaling.closure_state or current.state or current.materialize(arrays[0])
+        if current.state_adapter.forbid_tracing is not None:
+            current.state_adapter.forbid_tracing("scale()")
+        products = arrays if current.is_static and current.is_one(state) else current.state_adapter.scale(arrays, state)
+        if scaling.closure_state is None:
+            if scaling.state is not None and current.use.is_fresh:
+                # A load has abandoned the iteration of the losses before.
+                self.judge.losses = Losses()
+            scaling.state = state
+        if not current.use.is_scaled:
+            current.mark_scaled()
+        scaling.has_scaled = True
         for progress in self.progresses.all:
             progress.overtake()
         return products

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
 from gradscale.core.gradients import values_of_gradients
@@ -42,20 +42,6 @@ class Scaling:
     lowered: ScaleState | None = None
     loss_nonfinite: tuple[Array, ...] = ()
     closure_state: ScaleState | None = None
-
-    def scale(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Multiply arrays by the scale; a first state begins beside the first one."""
-        current = self.parts.current
-        state = self.closure_state or current.state or current.materialize(arrays[0])
-        if current.state_adapter.forbid_tracing is not None:
-            current.state_adapter.forbid_tracing("scale()")
-        products = arrays if current.is_static and current.is_one(state) else current.state_adapter.scale(arrays, state)
-        if self.closure_state is None:
-            self.state = state
-        if not current.use.is_scaled:
-            current.mark_scaled()
-        self.has_scaled = True
-        return products
 
     def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
         """Return the state to unscale with, a new one beside the ``first`` array; CallOrderError without any."""

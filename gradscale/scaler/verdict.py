@@ -100,6 +100,7 @@ class PendingVerdict:
         self._deferred = findings.deferred if findings.norm is None else None
         if findings.norm is not None:
             self._norm = self._norm_sent = _peeked(current, findings.norm)
+        self._has_values = findings.norm is not None or findings.deferred is not None or self._loss is not None
         # Whether the host has all numbers but those of the state.
         self._is_on_host = _NUMBERS.issuperset(map(type, (self._count, code, self._norm, self._loss)))
         has_overflow = isinstance(self._count, int) and self._count > 0
@@ -130,7 +131,7 @@ class PendingVerdict:
         if self._count and current.at_min_scale(self.state) is True:
             flags = flags._replace(limits=flags.limits + 1)
         verdict = claims.verdict_from(flags, self._count, scale)
-        return verdict if self._loss is None and self.findings.norm is None else self._with_values(verdict)
+        return self._with_values(verdict) if self._has_values else verdict
 
     def _with_reasons(self, flags: Flags, *, has_overflow: bool) -> Flags:
         """Return the flags with an overflow, which counts before any other reason, and beside it a refusal."""
@@ -250,7 +251,7 @@ class PendingVerdict:
             code = self._code if isinstance(self._code, int) else claims.code_in(sent)
             saw = claims.has_seen(verdict, claims.code_in(agreed), code, claims.fault_of(self.loss))
             verdict = verdict._replace(saw=saw)
-        return self._with_values(verdict), sent[claims.STATE]
+        return self._with_values(verdict) if self._has_values else verdict, sent[claims.STATE]
 
     def _read_alone(self) -> tuple[Verdict, Sequence[int]]:
         """Return the verdict of a process that decides alone, and the bits of its state."""
@@ -266,7 +267,9 @@ class PendingVerdict:
             flags = flags._replace(nonfinite=self._count)
         elif not isinstance(self._norm_sent, float):
             self._norm = float32_from_bits(words[0])
-        verdict = self._with_values(claims.verdict_from(flags, flags.nonfinite, scale))
+        verdict = claims.verdict_from(flags, flags.nonfinite, scale)
+        if self._has_values:
+            verdict = self._with_values(verdict)
         # It may have been refused after the flags were packed.
         self._hidden = self._code if isinstance(self._code, int) else flags.code
         if verdict.nonfinite:
@@ -275,9 +278,7 @@ class PendingVerdict:
         return self._by_hidden(verdict), bits
 
     def _with_values(self, verdict: Verdict) -> Verdict:
-        """Return a verdict with the norm and the loss that this rank was judged by, if there are any."""
-        if self.findings.norm is None and self.findings.deferred is None and self._loss is None:
-            return verdict
+        """Return a verdict with the norm and the loss that this rank was judged by."""
         norm = self.norm
         if norm is not None and not SMALLEST_NORMAL <= norm < math.inf:
             # As it travels.
