@@ -64,7 +64,9 @@ def flag_of(pending: PendingVerdict, target: torch.device) -> Tensor:
     skips: Tensor | bool = pending.skips()
     if isinstance(skips, bool):
         return torch.full((), float(skips), dtype=torch.float32, device=target)
-    return skips if skips.dtype == torch.float32 else (skips != 0).to(torch.float32)
+    if skips.dtype in (torch.float32, torch.bool):
+        return skips.float()
+    return (skips != 0).float()
 
 
 @contextlib.contextmanager

@@ -177,11 +177,10 @@ class SkipSpikes:
             is_spike = xp.logical_not(xp.logical_and(xp.isfinite(x), x <= self.above))[..., 0]
             return is_spike
         is_wide = has_float64(xp, device(values))
-        dtype = xp.float64 if is_wide else xp.float32
-        values, wide = xp.astype(values, dtype), xp.astype(x, dtype)
         # As differences from one of them, equal values have a mean and a deviation of exactly 0, and so do the places
-        # that are not filled yet, which hold the first value.
-        first, unit = values[..., :1], None
+        # that are not filled yet, which hold the first value. What is wide makes the others so.
+        dtype = xp.float64 if is_wide else xp.float32
+        first, unit = xp.astype(values[..., :1], dtype), None
         apart = values - first
         if not is_wide:
             # Divided by the greatest, they have squares that fit.
@@ -194,7 +193,7 @@ class SkipSpikes:
         mean = total / (number + _TINY)
         squares = xp.abs(xp.sum(apart * apart, axis=-1, keepdims=True) - total * mean)
         # Not divided, since a value may be farther away than float32 has units.
-        far = wide - first - (mean if unit is None else mean * unit)
+        far = x - first - (mean if unit is None else mean * unit)
         if self.sides == "both":
             far = xp.abs(far)
         deviation = xp.sqrt(squares / (number - 1.0 + _TINY))
@@ -213,7 +212,7 @@ class SkipSpikes:
         x = self._column(xp, state, value)
         count, run = count[..., None], run[..., None]
         is_value = _is_finite(x)
-        enters, new_run = is_value, run * xp.astype(xp.logical_not(is_value), xp.int32)
+        enters, new_run = is_value, xp.where(is_value, xp.zeros_like(run), run)
         if skipped is not False:
             # For True, an array of it.
             was_skipped = run >= 0 if skipped is True else skipped[..., None]

@@ -163,7 +163,7 @@ class Update:
             if (count := one.count()) is not None:
                 counts.append(count)
                 # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
-                if one.reading.is_late and (flag := one.keeps_scale()) is not False:
+                if one.reading.is_late and not current.is_static and (flag := one.keeps_scale()) is not False:
                     flags.append(flag)
         if iteration.reports.under_way:
             iteration.messages.read_late()

@@ -731,7 +731,7 @@ MOST = {
     "guard that clips, fused": (StepGuard, BELOW, True, "float32", 11, 0),
     "guard, spikes of losses": (StepGuard, {"skip": RULES["loss"]}, False, "float32", 6, 1),
     "guard, spikes, clips": (StepGuard, {"skip": RULES["loss and norm"], **BELOW}, False, "bfloat16", 8, 1),
-    "guard, spikes of losses, fused": (StepGuard, {"skip": RULES["loss"]}, True, "float32", 73, 0),
+    "guard, spikes of losses, fused": (StepGuard, {"skip": RULES["loss"]}, True, "float32", 67, 0),
 }
 
 
