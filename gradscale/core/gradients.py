@@ -179,32 +179,25 @@ class Gradients:
             backend.forbid_tracing("unscale_()")
         chosen, dtypes = leaves_and_dtypes(self._leaves, current.xp, self._what, takes_integers=False)
         state = UnitState(*state) if current.is_static and current.is_one(state) else state
-        is_divided = not isinstance(state, UnitState)
-        keeps_dtype = self._master_dtype is None
-        narrow = ""
-        if keeps_dtype and is_divided and self._request.are_scaled:
-            narrow = _narrow_dtypes(dtypes, current.xp)
+        dtype, max_norm = self._master_dtype, self._request.max_norm
+        is_divided, keeps_dtype = not isinstance(state, UnitState), dtype is None
+        narrow = _narrow_dtypes(dtypes, current.xp) if keeps_dtype and is_divided else ""
+        out, norm = chosen if keeps_dtype else None, None
         self.is_touched = True
-        unscaled, nonfinite, norm = self._unscaled(backend, chosen, state)
+        try:
+            if max_norm is None:
+                unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=out)
+            else:
+                unscaled, nonfinite, squares = backend.unscale_with_squares(chosen, state, dtype=dtype, out=out)
+        except (InvalidTypeError, InvalidValueError):
+            self.is_touched = False
+            raise
+        if max_norm is not None:
+            unscaled, nonfinite, norm = self._clip(backend, unscaled, nonfinite, squares, max_norm)
         count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
         if is_divided or norm is not None or not keeps_dtype:
             self._assign({} if unscaled is chosen else dict(zip(map(id, chosen), unscaled, strict=True)))
         return Findings(count, norm, len(chosen) > 0, scale=scale, narrow=narrow)
-
-    def _unscaled(
-        self, backend: Backend, arrays: Sequence[Array], state: ScaleState
-    ) -> tuple[Sequence[Array], Array, Array | None]:
-        """Divide arrays and clip them; return them, how many are not finite, and the norm if they were clipped."""
-        max_norm, dtype = self._request.max_norm, self._master_dtype
-        out = arrays if dtype is None else None
-        try:
-            if max_norm is None:
-                return *backend.unscale(arrays, state, dtype=dtype, out=out), None
-            unscaled, nonfinite, squares = backend.unscale_with_squares(arrays, state, dtype=dtype, out=out)
-        except (InvalidTypeError, InvalidValueError):
-            self.is_touched = False
-            raise
-        return self._clip(backend, unscaled, nonfinite, squares, max_norm)
 
     def _clip(
         self, backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, max_norm: float

@@ -229,7 +229,8 @@ class PendingVerdict:
             current.require_possible(verdict.scale, self.state)
         if self.reading is not Reading.REPLAYED:
             self.verdict = verdict
-            current.note_scale(verdict.scale, self._updates)
+            if self.findings.scale is None:
+                current.note_scale(verdict.scale, self._updates)
         return verdict
 
     def _read_answer(self) -> tuple[Verdict, Sequence[int]]:
