@@ -229,7 +229,8 @@ print(got.tolist(), int(count))
 
 def clipped(dtype: str, value: float, max_norm: float) -> Any:
     """Return the verdict, the norm and the gradients of a guard's step."""
-    guard, optimizer = StepGuard(), Tree([np.full(4, value, dtype)])
+    with np.errstate(under="ignore"):
+        guard, optimizer = StepGuard(), Tree([np.full(4, value, dtype)])
     norm = guard.unscale_(optimizer, max_norm=max_norm)
     guard.step(optimizer)
     return guard.last_step(optimizer).reason, float(norm), optimizer.grads[0].tolist()
