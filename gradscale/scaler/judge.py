@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -163,12 +162,12 @@ class Judge:
         )
         if progress.refused:
             return
-        code = functools.partial(claims.reason_code, Reason.SPIKE, self.parts.agreement.rank())
+        rank = self.parts.agreement.rank()
         if seen is not None and self.parts.guard is not None:
             # Its reason is 0 or Reason.SPIKE, which is 1.
             fault, reason = claims.fault_of(loss) or LossFault(seen.is_loss), Reason(self.parts.guard.rule.act)
-            progress.code = seen.reason * claims.reason_code(reason, self.parts.agreement.rank(), fault)
+            progress.code = seen.reason * claims.reason_code(reason, rank, fault)
         if progress.inputs is not None and progress.inputs.loss is not None:
-            bad: Any = is_nonfinite(loss, state.scale) * code(LossFault.NONFINITE)
+            bad: Any = is_nonfinite(loss, state.scale) * claims.reason_code(Reason.SPIKE, rank, LossFault.NONFINITE)
             # MLX has no operators with a number on the left.
             progress.code = bad | progress.code if is_array_api_obj(bad) else progress.code | bad
