@@ -45,7 +45,7 @@ class Step:
     verdict: Verdict | None = None
     retries: int = 0
     closure: Callable[..., object] | None = None
-    around: contextlib.ExitStack | None = None
+    around: contextlib.AbstractContextManager[None] | None = None
     progress: Progress = dataclasses.field(init=False)
     # How many evaluations were fine.
     _completed = 0
@@ -70,8 +70,8 @@ class Step:
             progress.begin_step()
         try:
             if own is not None:
-                self.around = contextlib.ExitStack()
-                self.around.enter_context(own)
+                self.around = own
+                own.__enter__()
             elif self.closure is None:
                 if self.unscale is not None and progress.stage.is_ready:
                     with within_the_step(iteration):
