@@ -105,17 +105,16 @@ class Step:
                 raise CallOrderError(msg)
         elif isinstance(error, TypeError):
             self._require_arguments(error)
-        if not is_over:
-            if self.verdict and self.verdict.reason:
-                self.progress.leave_skipped()
-            else:
-                self.progress.fail_step()
         if is_over:
             returned = self.returned
             # As Megatron's optimizers say it.
             if returned is NOT_STEPPED or (isinstance(returned, tuple) and len(returned) > 0 and returned[0] is False):
                 self.verdict = self._decline()
             self.record(self)
+        elif self.verdict and self.verdict.reason:
+            self.progress.leave_skipped()
+        else:
+            self.progress.fail_step()
         return is_over
 
     def _go_on(self, progress: Progress) -> None:
