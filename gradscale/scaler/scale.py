@@ -48,6 +48,8 @@ class Use(enum.Enum):
 
 
 _ADAPTED = {Use.NONE: Use.ADAPTED, Use.LEFTOVERS: Use.ADAPTED_LEFTOVERS, Use.LOADED: Use.SCALED}
+# A load goes the other way.
+_LOADED = {after: before for before, after in _ADAPTED.items()}
 
 
 class CurrentScale:
@@ -282,9 +284,7 @@ class CurrentScale:
 
     def load(self, policy: Policy, numbers: Mapping[str, float]) -> None:
         """Go on with another policy and other numbers."""
-        if not self.use.is_fresh:
-            unused = Use.LEFTOVERS if self.use.has_leftovers else Use.NONE
-            self.use = Use.LOADED if self.use is Use.SCALED else unused
+        self.use = _LOADED.get(self.use, self.use)
         self.policy, self.is_static, self._least_factor = policy, type(policy) is StaticScale, _smallest_factor(policy)
         # Gradients of before may still be divided by the state that made them.
         loaded = [numbers.get(name, 0) for name in ScaleState._fields[1:]]
