@@ -241,9 +241,7 @@ class CurrentScale:
 
     def scale(self) -> float:
         """Return the scale as a number. One host read."""
-        if self.state is None:
-            return self.first["scale"]
-        numbers = self.state_adapter.peek(self.state[:1])
+        numbers = None if self.state is None else self.state_adapter.peek(self.state[:1])
         return self.numbers()["scale"] if numbers is None else numbers[0]
 
     def set_scale(self, scale: float) -> None:
