@@ -119,7 +119,7 @@ class Agreement:
         # By the collectives, the number of this scaler over the group.
         self._own_numbers: IdentityMap[int] = IdentityMap()
         # Of each group, with the number of its differences when this scaler began to count optimizers.
-        self._counted_since: list[tuple[_Common, int]] = []
+        self._counted_since: dict[_Common, int] = {}
         self._policy: Policy | None = None
         self._identity = 0
 
@@ -169,7 +169,7 @@ class Agreement:
         self._empty_queues()
 
     def _empty_queues(self) -> None:
-        for common, _ in self._counted_since:
+        for common in self._counted_since:
             common.queue[:] = [ballot for ballot in common.queue if ballot.agreement is not self]
 
     @contextlib.contextmanager
@@ -199,12 +199,11 @@ class Agreement:
 
     def recover(self) -> None:
         """Go on with a loaded state after ranks have differed; a group that was lost is not used again."""
-        if self.standing.failure is not None or any(
-            common.differences > since for common, since in self._counted_since
-        ):
+        have_differed = any(common.differences > since for common, since in self._counted_since.items())
+        if self.standing.failure is not None or have_differed:
             # Every rank has failed, if not by this scaler, and they may have counted differently.
             self._forget_counts()
-            self._counted_since = [(common, common.differences) for common, _ in self._counted_since]
+            self._counted_since = {common: common.differences for common in self._counted_since}
         self.standing = self.standing._replace(failure=None)
 
     def usable_groups(self) -> Sequence[Collectives]:
@@ -290,8 +289,7 @@ class Agreement:
                 common.scalers += 1
                 self._numbers_by_group.set(group, number)
             self._own_numbers.set(collectives, number)
-            if all(other is not common for other, _ in self._counted_since):
-                self._counted_since.append((common, common.differences))
+            self._counted_since.setdefault(common, common.differences)
         return number
 
     # Messages.
