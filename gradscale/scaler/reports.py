@@ -169,8 +169,7 @@ class Reports:
 
     def __init__(self, options: Mapping[str, object]) -> None:
         # What a pickle keeps: no callbacks.
-        self._kept = {name: options.get(name) for name in ("diagnose", "give_up_after")}
-        self._kept["history_size"] = options["history_size"]
+        self._kept = {name: options[name] for name in ("diagnose", "give_up_after", "history_size")}
         self.diagnoses = self._kept["diagnose"] is not None
         if self.diagnoses:
             validation.choice("diagnose", self._kept["diagnose"], ("on_overflow", None))
@@ -185,8 +184,7 @@ class Reports:
     @property
     def wants_each_step(self) -> bool:
         """Whether the verdict of each step is read within that step."""
-        has_callbacks = len(self.on_skip) + len(self.on_update) > 0
-        return has_callbacks or self.diagnoses or self._kept["give_up_after"] is not None
+        return bool(self.on_skip or self.on_update) or self.diagnoses or self._kept["give_up_after"] is not None
 
     @property
     def history(self) -> list[StepReport]:
