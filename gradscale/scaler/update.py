@@ -13,7 +13,7 @@ from gradscale.scaler.claim import PROGRAM_CALLS, Reason, Verdict
 from gradscale.scaler.guard import Guard
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.order import INCOMPLETE, wrong_order
-from gradscale.scaler.progress import Progress
+from gradscale.scaler.progress import Progress, Stage
 from gradscale.scaler.reports import StepReport, UpdateReport, step_report
 from gradscale.scaler.scale import checked_scale, copied
 from gradscale.scaler.verdict import PendingVerdict
@@ -183,8 +183,7 @@ class Update:
             steps += stage.is_counted
             if progress.pending is not None and progress.pending.groups:
                 self.is_alone = False
-            # Its step was not called, and all ranks skip it.
-            if stage.is_over and not stage.has_ended and progress.verdict is not None:
+            if stage is Stage.LEFT_OUT and progress.verdict is not None:
                 optimizer = progress.optimizer
                 position = None if optimizer is None else parts.tally.position_of(optimizer)
                 reports.append((step_report(progress.verdict, ended.number, parts.agreement.rank), position))
