@@ -108,6 +108,12 @@ class Messages:
                 self.iteration,
             )
 
+    def example(self, optimizer: Optimizer) -> Array | None:
+        """Return one of an optimizer's gradients; None without any, or if they cannot be looked at."""
+        with contextlib.suppress(Exception):
+            return self.parts.current.adapter.collect(optimizer, UNSCALING).like
+        return None
+
     def tell_of_failure(self, optimizer: Optimizer) -> None:
         """Tell the other ranks, which would wait for this one's message, so that they raise ScaleDesyncError."""
         agreement, current = self.parts.agreement, self.parts.current
@@ -117,13 +123,7 @@ class Messages:
             if not groups or agreement.standing.failure is not None:
                 return
             claim = self.next_claim(groups, optimizer)
-
-            def like() -> Array | None:
-                with contextlib.suppress(Exception):
-                    return current.adapter.collect(optimizer, UNSCALING).like
-                return None
-
-            scale = self.scaling.in_force(like).scale
+            scale = self.scaling.in_force(lambda: self.example(optimizer)).scale
             sent = current.state_adapter.integers(claims.pack_failure(claims.hash_of(claim), agreement.rank()), scale)
             with agreement.failing():
                 ballot = agreement.send(groups, sent, claim)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Collection, Sequence
 
 from array_api_compat import array_namespace
 
 from gradscale.core import validation
-from gradscale.core.gradients import Request
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import GradscaleError
 from gradscale.scaler.agreement import exchange_over
@@ -159,12 +157,9 @@ class Diagnosis:
         """Return an array of the library that this rank agrees in."""
         if self._current.state is not None:
             return self._current.state.scale
-        # Looking at the gradients may raise the same error as before, which diagnose raises once all ranks know.
-        with contextlib.suppress(Exception):
-            like = self._adapter.collect(optimizer, Request()).like
-            if like is not None:
-                return like
-        return self._agreement.example(self._current, iteration.number)
+        # If looking at the gradients raises the same error as before, diagnose raises it once all ranks know.
+        like = iteration.messages.example(optimizer)
+        return self._agreement.example(self._current, iteration.number) if like is None else like
 
 
 def _progress_of(optimizer: Optimizer, iteration: Iteration) -> Progress:
