@@ -312,6 +312,15 @@ class Agreement:
             self.lose(error, claim.iteration)
             raise
 
+    def ask(
+        self, groups: Sequence[Collectives], sent: Array, claim: Claim, backend: Backend, policy: Policy
+    ) -> tuple[Ballot, list[int], Verdict]:
+        """Send a message and read its answer; return it, the answer and the verdict. An error of all ranks is kept."""
+        with self.failing():
+            ballot = self.send(groups, sent, claim)
+            agreed, own = ballot.read(backend)
+            return ballot, agreed, ballot.verdict(agreed, own, policy)
+
     def _greet(self, collectives: Collectives, like: Array, number: int) -> None:
         """Compare versions over a group before the first message of any scaler over it; ``like`` is that message."""
         own = claims.greeting()
@@ -523,11 +532,8 @@ def exchange_over(
     def carry(like: Array, values: Sequence[int]) -> list[int]:
         own, backend = claim(), current.backend_for(like)
         sent = backend.integers(claims.pack_values(claims.hash_of(own), values), like)
-        with agreement.failing():
-            ballot = agreement.send([collectives], sent, own)
-            answer = ballot.read(backend)
-            ballot.verdict(*answer, current.policy)
-        return claims.unpack_values(answer[0])
+        _, agreed, _ = agreement.ask([collectives], sent, own, backend, current.policy)
+        return claims.unpack_values(agreed)
 
     return Exchange(collectives, carry)
 

@@ -117,9 +117,7 @@ class GroupAgreement:
             number = xp.full_like(spike, claims.reason_code(Reason.SPIKE, agreement.rank()), dtype=xp.int32)
             code = as_0d_array(xp, xp.where(spike, number, xp.zeros_like(number)))
         sent = claims.pack_arrays(backend, self._policy, state, claims.hash_of(claim), Flags(nonfinite, code=code))
-        with agreement.failing():
-            ballot = agreement.send(self._groups, sent, claim)
-            verdict = ballot.verdict(*ballot.read(backend), self._policy)
+        ballot, _, verdict = agreement.ask(self._groups, sent, claim, backend, self._policy)
         self._calls += 1
         if verdict.nonfinite and verdict.at_min_scale:
             where = whereabouts(self._groups, self._calls - 1)

@@ -75,9 +75,8 @@ class Judge:
         fault = claims.reason_code(Reason.OVERFLOW, agreement.rank(), LossFault.NONFINITE)
         flags = Flags(0, code=is_nonfinite(value, state.scale) * fault)
         sent = claims.pack_arrays(current.state_adapter, current.policy, state, claims.hash_of(claim), flags)
-        with agreement.failing():
-            ballot = agreement.send(groups, sent, claim)
-            return not ballot.verdict(*ballot.read(current.state_adapter), current.policy).reason
+        *_, verdict = agreement.ask(groups, sent, claim, current.state_adapter, current.policy)
+        return not verdict.reason
 
     def forget_micro_batches(self) -> None:
         """Take the next micro-batch for the first of a step."""

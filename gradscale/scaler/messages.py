@@ -125,6 +125,4 @@ class Messages:
             claim = self.next_claim(groups, optimizer)
             scale = self.scaling.in_force(lambda: self.example(optimizer)).scale
             sent = current.state_adapter.integers(claims.pack_failure(claims.hash_of(claim), agreement.rank()), scale)
-            with agreement.failing():
-                ballot = agreement.send(groups, sent, claim)
-                ballot.verdict(*ballot.read(current.state_adapter), current.policy)
+            agreement.ask(groups, sent, claim, current.state_adapter, current.policy)
