@@ -22,7 +22,7 @@ from gradscale.scaler.messages import Messages
 from gradscale.scaler.mistakes import no_values
 from gradscale.scaler.progress import Progress
 from gradscale.scaler.scaling import Scaling
-from gradscale.scaler.verdict import JudgedLoss, PendingVerdict
+from gradscale.scaler.verdict import JudgedLoss, PendingVerdict, peeked
 
 
 class MicroBatches(NamedTuple):
@@ -127,7 +127,6 @@ class Judge:
         self, progress: Progress, optimizer: Optimizer, findings: Findings, state: ScaleState, *, is_read: bool
     ) -> JudgedLoss:
         """Judge the loss and the norm, or leave it to the host if it reads the verdict in the step."""
-        backend, norm = self.parts.current.state_adapter, findings.norm
         # The losses are this optimizer's, whether it is judged by them or not.
         loss = None if id(optimizer) in self.losses.judged else self.losses.mean()
         self.losses = self.losses._replace(is_used=True)
@@ -136,10 +135,10 @@ class Judge:
         progress.code, number = 0, None if is_array_api_obj(loss) else loss
         if progress.closure.has_begun:
             return JudgedLoss(number)
-        if norm is not None and not isinstance(norm, float):
-            (norm,) = backend.peek((norm,)) or (norm,)
+        current = self.parts.current
+        norm = None if findings.norm is None else peeked(current, findings.norm)
         is_unknown = any(map(is_array_api_obj, (loss, norm))) or (norm is None and findings.deferred is not None)
-        if is_unknown and is_read and backend.bits(state.scale) is not None:
+        if is_unknown and is_read and current.state_adapter.bits(state.scale) is not None:
             return JudgedLoss(beside(loss, state.scale) if is_array_api_obj(loss) else loss, True)
         self._observe(progress, optimizer, loss, norm, state)
         return JudgedLoss(number)
@@ -155,16 +154,15 @@ class Judge:
 
     def _observe(self, progress: Progress, optimizer: Optimizer, loss: Any, norm: Any, state: ScaleState) -> None:
         """Set the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
+        guard = self.parts.guard
         # Also if the step is refused, so that windows are in one order in each run.
-        seen = progress.observation = (
-            None if self.parts.guard is None else self.parts.guard.judge(optimizer, loss, norm, state.scale)
-        )
+        seen = progress.observation = None if guard is None else guard.judge(optimizer, loss, norm, state.scale)
         if progress.refused:
             return
         rank = self.parts.agreement.rank()
-        if seen is not None and self.parts.guard is not None:
+        if seen is not None and guard is not None:
             # Its reason is 0 or Reason.SPIKE, which is 1.
-            fault, reason = claims.fault_of(loss) or LossFault(seen.is_loss), Reason(self.parts.guard.rule.act)
+            fault, reason = claims.fault_of(loss) or LossFault(seen.is_loss), Reason(guard.rule.act)
             progress.code = seen.reason * claims.reason_code(reason, rank, fault)
         if progress.inputs is not None and progress.inputs.loss is not None:
             bad: Any = is_nonfinite(loss, state.scale) * claims.reason_code(Reason.SPIKE, rank, LossFault.NONFINITE)
