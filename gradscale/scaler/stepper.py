@@ -60,6 +60,9 @@ class Step:
         progress = self.progress = iteration.progress_of(optimizer)
         if progress.stage.is_ready:
             progress.is_judged_in_step = True
+            if progress.pending is None:
+                # Those of a call that has failed before it judged anything.
+                progress.inputs = None
         else:
             self._go_on(progress)
         if self.inputs is not None:

@@ -509,6 +509,25 @@ def test_ranks_of_which_one_has_a_value_are_right_and_all_refuse_if_none_has(is_
     assert run_ranks(2, rank) == [([0, 0, 1, 2], 2)] * 2
 
 
+def test_a_norm_of_a_call_that_was_refused_is_not_that_of_the_next_call():
+    guard, optimizer = StepGuard(skip=RULE), Tree()
+    with pytest.raises(InvalidValueError, match="found nothing in this step"):
+        stepped(guard, optimizer, norm=1.0)
+    guard.scale(np.float32(1.0))
+    assert (stepped(guard, optimizer, math.inf).reason, optimizer.steps) == ("overflow", 0)
+
+
+def test_a_loss_of_a_call_without_gradients_is_not_that_of_the_next_call():
+    guard, optimizer = StepGuard(), Tree([np.float32([1.0])])
+    guard.scale(np.float32(1.0))
+    guard.step(optimizer)
+    guard.keeps(1.0)
+    optimizer.grads = [None]
+    with pytest.warns(UserWarning, match="none of whose parameters has a gradient"):
+        guard.step(optimizer, loss=1.0)
+    assert stepped(guard, optimizer).reason == "stepped"
+
+
 # What is held.
 
 
