@@ -72,7 +72,7 @@ class TorchCollectives:
         """The process group, or an object that stands for the default group while there is none."""
         if self._user_group is None or self._group is None:
             # Of the world that there is now.
-            return (dist.group.WORLD if dist.is_available() else None) or _DEFAULT_GROUP
+            return default_group() or _DEFAULT_GROUP
         return self._group.group
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:

@@ -22,7 +22,7 @@ from gradscale.scaler.messages import Messages
 from gradscale.scaler.mistakes import no_values
 from gradscale.scaler.progress import Progress
 from gradscale.scaler.scaling import Scaling
-from gradscale.scaler.verdict import JudgedLoss, PendingVerdict, peeked
+from gradscale.scaler.verdict import JudgedLoss, PendingVerdict, host_value
 
 
 class MicroBatches(NamedTuple):
@@ -136,7 +136,7 @@ class Judge:
         if progress.closure.has_begun:
             return JudgedLoss(number)
         current = self.parts.current
-        norm = None if findings.norm is None else peeked(current, findings.norm)
+        norm = None if findings.norm is None else host_value(current, findings.norm)
         is_unknown = any(map(is_array_api_obj, (loss, norm))) or (norm is None and findings.deferred is not None)
         if is_unknown and is_read and current.state_adapter.bits(state.scale) is not None:
             return JudgedLoss(beside(loss, state.scale) if is_array_api_obj(loss) else loss, True)

@@ -185,8 +185,7 @@ class CurrentScale:
 
         Of a ``state`` whose scale is 1 by ``is_one`` no other is possible.
         """
-        is_one = self.is_static and state is not None and self.is_one(state)
-        is_possible = scale == 1.0 if is_one else 0.0 < scale < math.inf
+        is_possible = scale == 1.0 if state is not None and self.is_one(state) else 0.0 < scale < math.inf
         if self.state_adapter.is_shared and not is_possible:
             msg = (
                 f"gradients were divided by a scale that no policy makes, got scale={scale!r}: something else "

@@ -61,10 +61,10 @@ class Step:
         if progress.stage.is_ready:
             progress.is_judged_in_step = True
             if progress.pending is None:
-                # Those of a call that has failed before it judged anything.
+                # A call before, which failed before it judged anything, has left its own.
                 progress.inputs = None
         else:
-            self._go_on(progress)
+            self._resume(progress)
         if self.inputs is not None:
             iteration.set_inputs(progress, self.inputs, has_closure=self.closure is not None)
         if self.closure is not None:
@@ -120,7 +120,7 @@ class Step:
             self.progress.fail_step()
         return is_over
 
-    def _go_on(self, progress: Progress) -> None:
+    def _resume(self, progress: Progress) -> None:
         """Go on with an optimizer that was unscaled before, or whose step has failed; CallOrderError if it was made."""
         iteration, by_closure = self.iteration, self.closure is not None
         if progress.stage.has_ended or (progress.stage is Stage.OVERTAKEN and not by_closure):

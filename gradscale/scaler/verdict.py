@@ -89,7 +89,7 @@ class PendingVerdict:
         self.rank, self._updates = agreement.rank, current.updates if state is current.state else -1
         self._current, self._count, code = current, flags.nonfinite, flags.code
         if not isinstance(code, int):
-            code = peeked(current, code)
+            code = host_value(current, code)
             flags = flags._replace(code=code)
         # ``_hidden`` is the reason that an overflow hides.
         self._code, self._hidden = code, code if isinstance(code, int) else 0
@@ -99,7 +99,7 @@ class PendingVerdict:
         # By the norm that it reads, if the host judges the gradients.
         self._deferred = findings.deferred if findings.norm is None else None
         if findings.norm is not None:
-            self._norm = self._norm_sent = peeked(current, findings.norm)
+            self._norm = self._norm_sent = host_value(current, findings.norm)
         self._has_values = findings.norm is not None or findings.deferred is not None or self._loss is not None
         # Whether the host has all numbers but those of the state.
         self._is_on_host = _NUMBERS.issuperset(map(type, (self._count, code, self._norm, self._loss)))
@@ -391,7 +391,7 @@ class PendingVerdict:
             self.verdict = self._by_hidden(self.verdict)
 
 
-def peeked(current: CurrentScale, value: Any) -> Any:
+def host_value(current: CurrentScale, value: Any) -> Any:
     """Return a number or a 0-d array as a number, if the host has it."""
     if not isinstance(value, (int, float)):
         (value,) = current.state_adapter.peek((value,)) or (value,)
